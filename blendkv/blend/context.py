@@ -1,0 +1,75 @@
+"""Putting one layer's K and V together: stored spans moved to their positions, fresh rows written over them."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+
+from blendkv.blend.layout import Layout
+from blendkv.blend.rotation import RopeTables
+from blendkv.engines.base import KVSink, KVSource, ModelRunner
+from blendkv.kernels import rotate
+
+Shift = tuple[torch.Tensor, torch.Tensor]
+"""What is added to a span's stored K (before RoPE) and V: two float32 tensors ``[kv_heads, head_dim]``."""
+
+
+class Context:
+    """The keys and values that a pass attends to, assembled layer by layer in the sink's buffer.
+
+    ``seconds`` gathers the time spent by stage: ``load`` (waiting for the source) and ``rotate`` (assembly).
+    """
+
+    def __init__(self, runner: ModelRunner, layout: Layout, source: KVSource, sink: KVSink) -> None:
+        self.runner = runner
+        self.layout = layout
+        self.source = source
+        self.sink = sink
+        self.tables = RopeTables(runner, torch.arange(layout.total, device=runner.device))
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def stored(self, layer: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """K and V of the stored spans of one layer, by span index, on the runner's device."""
+        if not self.layout.stored:
+            return {}
+        began = time.perf_counter()
+        pairs = self.source.layer(layer)
+        device = self.runner.device
+        found = {
+            i: (pair[0].to(device, non_blocking=True), pair[1].to(device, non_blocking=True))
+            for i, pair in enumerate(pairs)
+            if pair is not None
+        }
+        self.seconds["load"] += time.perf_counter() - began
+        return found
+
+    def assemble(
+        self,
+        layer: int,
+        stored: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+        rows: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        shifts: Mapping[int, Shift] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the layer's whole K (rotated) and V, ``[total, kv_heads, head_dim]``: the sink's buffer, filled.
+
+        ``rows`` are the absolute positions of the fresh ``k`` and ``v``, which overwrite what was stored there.
+        """
+        began = time.perf_counter()
+        table = self.tables.layer(layer)
+        all_k, all_v = self.sink.buffer(layer, self.layout.total)
+        for span in self.layout.stored:
+            place = slice(span.start, span.stop)
+            stored_k, stored_v = stored[span.index]
+            shift = shifts.get(span.index) if shifts else None
+            rows_table = None if table is None else table.rows(place)
+            rotate(stored_k, rows_table, bias=shift[0] if shift else None, out=all_k[place])
+            all_v[place].copy_(stored_v + shift[1] if shift else stored_v)
+        all_k.index_copy_(0, rows, k)
+        all_v.index_copy_(0, rows, v)
+        self.seconds["rotate"] += time.perf_counter() - began
+        return all_k, all_v

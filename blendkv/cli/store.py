@@ -1,0 +1,152 @@
+"""`blendkv store`: inspect and mend a store."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from blendkv.cli.common import Disk, Json, Store, emit, out, table
+from blendkv.config import format_bytes, parse_bytes
+from blendkv.errors import InputError
+from blendkv.pipeline import check_store
+from blendkv.store.tiered import KVStore
+
+app = typer.Typer(no_args_is_help=True, help="Inspect and mend a store.")
+Keys = Annotated[list[str], typer.Argument(help="Chunk keys, or their first digits (at least 8).")]
+
+
+@contextmanager
+def _open(path: str, disk: str | None = None) -> Iterator[KVStore]:
+    check_store(path)
+    limit = None if disk is None else parse_bytes(disk)
+    with KVStore.open(path, memory_bytes=0, disk_bytes=limit) as store:
+        if store.repair:
+            out.print(f"repaired: {store.repair}")
+        yield store
+
+
+def _full_keys(store: KVStore, prefixes: list[str]) -> list[str]:
+    """Complete shortened keys; each must name one chunk."""
+    known = [row.key for row in store.ls()]
+    found = []
+    for prefix in prefixes:
+        if len(prefix) < 8:
+            raise InputError(f"key {prefix!r} is too short; give at least 8 digits (blendkv store ls)")
+        matches = [k for k in known if k.startswith(prefix)]
+        if len(matches) != 1:
+            raise InputError(f"key {prefix!r} names {len(matches)} chunks; it must name one (blendkv store ls)")
+        found.append(matches[0])
+    return found
+
+
+@app.command("ls")
+def ls(store: Store, as_json: Json = False) -> None:
+    """List the chunk KVs, least recently used first."""
+    with _open(store) as opened:
+        rows = opened.ls()
+    if as_json:
+        emit("store ls", [asdict(r) for r in rows])
+        return
+    shown = [
+        (
+            r.key[:16],
+            r.fingerprint[:8],
+            r.recipe.kind,
+            r.recipe.codec,
+            r.tokens,
+            format_bytes(r.nbytes),
+            _day(r.last_used),
+            r.pinned,
+        )
+        for r in rows
+    ]
+    table(
+        f"{len(rows)} chunk KVs", ("key", "model", "recipe", "codec", "tokens", "bytes", "last used", "pinned"), shown
+    )
+
+
+def _day(seconds: float | None) -> str | None:
+    if seconds is None:
+        return None
+    return datetime.datetime.fromtimestamp(seconds).isoformat(" ", "seconds")
+
+
+@app.command("stat")
+def stat(store: Store, as_json: Json = False) -> None:
+    """Count chunks and bytes by tier and model."""
+    with _open(store) as opened:
+        found, rows = opened.stat(), opened.ls()
+    models: dict[str, list[int]] = {}
+    for row in rows:
+        entry = models.setdefault(row.fingerprint, [0, 0])
+        entry[0] += 1
+        entry[1] += row.nbytes
+    if as_json:
+        by_model = [{"fingerprint": f, "chunks": n, "bytes": b} for f, (n, b) in models.items()]
+        emit("store stat", [asdict(t) for t in found.tiers], pinned=found.pinned, models=by_model)
+        return
+    shown = [(t.name, t.chunks, format_bytes(t.bytes), format_bytes(t.limit) if t.limit else None) for t in found.tiers]
+    table("tiers", ("tier", "chunks", "bytes", "limit"), shown)
+    table(
+        "models",
+        ("fingerprint", "chunks", "bytes of KV"),
+        [(f[:16], n, format_bytes(b)) for f, (n, b) in models.items()],
+    )
+
+
+@app.command("verify")
+def verify(store: Store, as_json: Json = False) -> None:
+    """Read every file and check it; damaged chunks are dropped and computed again at their next use."""
+    with _open(store) as opened:
+        report = opened.verify()
+    if as_json:
+        emit("store verify", [asdict(report)])
+    else:
+        out.print(
+            f"{report.checked} chunk KVs are whole ({format_bytes(report.bytes)}), {len(report.damaged)} were damaged"
+        )
+        for key, reason in report.damaged:
+            out.print(f"dropped {key[:16]}: {reason}", soft_wrap=True)
+    if report.damaged:
+        raise typer.Exit(1)
+
+
+@app.command("gc")
+def gc(store: Store, disk: Disk = None, as_json: Json = False) -> None:
+    """Evict down to --disk and sweep up what crashes left behind."""
+    with _open(store, disk) as opened:
+        report = opened.gc()
+    if as_json:
+        emit("store gc", [asdict(report)])
+    else:
+        out.print(
+            f"evicted {report.evicted} chunk KVs ({format_bytes(report.evicted_bytes)}); {report.repair}",
+            soft_wrap=True,
+        )
+
+
+@app.command("pin")
+def pin(store: Store, keys: Keys) -> None:
+    """Keep chunks from eviction."""
+    with _open(store) as opened:
+        opened.pin(_full_keys(opened, keys))
+
+
+@app.command("unpin")
+def unpin(store: Store, keys: Keys) -> None:
+    """Let chunks be evicted again."""
+    with _open(store) as opened:
+        opened.unpin(_full_keys(opened, keys))
+
+
+@app.command("rm")
+def rm(store: Store, keys: Keys) -> None:
+    """Remove chunk KVs; they are computed again at their next use."""
+    with _open(store) as opened:
+        for key in _full_keys(opened, keys):
+            opened.remove(key)

@@ -1,0 +1,1 @@
+"""Engines: models that blending runs on."""

@@ -1,0 +1,135 @@
+"""What blending asks of an engine: a model that runs itself, a place to read KV from and one to write it to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from blendkv.errors import InputError
+from blendkv.kernels.attention import AttentionParams
+from blendkv.kernels.rotation import Pairing
+from blendkv.store.base import ChunkReader
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How a layer rotates its keys: which of the model's cos/sin tables, which dims pair up, the first rotated dim."""
+
+    table: str
+    pairing: Pairing
+    offset: int
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Shape of one attention layer, as its first call showed it. ``rotation`` is None for a layer without RoPE."""
+
+    index: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    params: AttentionParams
+    rotation: Rotation | None
+
+    def kv_bytes(self, element_size: int) -> int:
+        """Bytes of K and V of one token."""
+        return self.kv_heads * (self.head_dim + self.v_head_dim) * element_size
+
+
+class AttentionSession(Protocol):
+    """What attention layers see instead of their own attention while BlendKV runs the model."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """Return the attention output of ``layer`` for the rows of this forward pass.
+
+        ``q`` is ``[rows, q_heads, head_dim]``, ``k`` and ``v`` are ``[rows, kv_heads, head_dim]``, after QK norm and
+        RoPE; the result is ``[rows, q_heads, v_head_dim]``. `StopForward` ends the pass.
+        """
+        ...
+
+
+class StopForward(Exception):
+    """Raised by a session that has seen enough layers; the runner's forward then returns None."""
+
+
+class ModelRunner(Protocol):
+    """A loaded model that can be run on any rows under an attention session."""
+
+    layers: tuple[LayerSpec, ...]
+    dtype: torch.dtype
+    device: torch.device
+    context: int
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, session: AttentionSession, logits_to_keep: int = 0
+    ) -> torch.Tensor | None:
+        """Run the rows (``token_ids`` and absolute ``positions``, int64 ``[rows]``) through the model.
+
+        Returns the logits ``[logits_to_keep, vocab]`` of the last rows; None when none are wanted or the session
+        stopped the pass.
+        """
+        ...
+
+    def rotary(self, positions: torch.Tensor) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]:
+        """The model's own cos and sin by table name, each ``[positions, pairs]``, rounded as the model rounds them."""
+        ...
+
+
+class KVSource(Protocol):
+    """Stored KV of a prompt's segments, layer by layer."""
+
+    readers: Sequence[ChunkReader | None]
+    """One per segment of the prompt; None where nothing is stored and the tokens are computed fresh."""
+
+    def layer(self, index: int) -> Sequence[tuple[torch.Tensor, torch.Tensor] | None]:
+        """K before RoPE and V, each ``[tokens, kv_heads, head_dim]``, of every segment; None as in ``readers``.
+
+        Layers are asked for in ascending order, once per pass.
+        """
+        ...
+
+
+class KVSink(Protocol):
+    """Where final KV goes: a contiguous cache, or an engine's pages."""
+
+    length: int
+    """Tokens whose KV is already final; a blend adds behind them."""
+
+    def buffer(self, layer: int, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writable K (rotated) and V of one layer, ``[total, kv_heads, head_dim]``; below ``length`` filled."""
+        ...
+
+    def commit(self, layer: int, total: int) -> None:
+        """The layer's rows ``length .. total - 1`` in its buffer are final."""
+        ...
+
+    def finish(self, total: int) -> None:
+        """All layers are committed: ``length`` becomes ``total``."""
+        ...
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """How to decode. Temperature 0 is greedy; ``stop`` strings end the answer and are not part of it."""
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens is {self.max_new_tokens}; at least 1 is allowed")
+        if not self.temperature >= 0.0:
+            raise InputError(f"temperature is {self.temperature}; 0 (greedy) or more is allowed")
+        if not 0.0 < self.top_p <= 1.0:
+            raise InputError(f"top_p is {self.top_p}; more than 0, at most 1 is allowed")
+        if any(not s for s in self.stop):
+            raise InputError("an empty stop string would end every answer at once; leave it out")

@@ -1,0 +1,191 @@
+"""From token ids to chunk KV: looked up in the store, or computed alone and stored off the critical path."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from blendkv.engines.torch.engine import TorchEngine
+from blendkv.errors import StoreError
+from blendkv.store.base import ChunkReader
+from blendkv.store.prefetch import LayerPrefetcher
+from blendkv.store.tiered import KVStore
+from blendkv.types import ChunkKV, Prompt, Recipe, RecipeKind, TokenIds, as_token_ids, chunk_key
+
+_log = logging.getLogger(__name__)
+PASS_TOKENS = 2048
+"""Chunk tokens computed in one pass of the model when many are missing."""
+
+
+class PromptSource:
+    """`KVSource` over the readers of a prompt's segments; layers are read ahead by `LayerPrefetcher`."""
+
+    def __init__(self, readers: Sequence[ChunkReader | None], prefetcher: LayerPrefetcher) -> None:
+        self.readers = readers
+        self.prefetcher = prefetcher
+
+    def layer(self, index: int) -> Sequence[tuple[torch.Tensor, torch.Tensor] | None]:
+        """K and V per segment; None where nothing is stored."""
+        found = iter(self.prefetcher.layer(index))
+        return [None if r is None else next(found) for r in self.readers]
+
+
+@dataclass
+class LibraryCounts:
+    """What a library did: chunks found, computed (missing), tokens computed, seconds of computing."""
+
+    hits: int = 0
+    computed: int = 0
+    computed_tokens: int = 0
+    seconds: float = 0.0
+
+
+class ChunkLibrary:
+    """The chunk KVs of one engine, one store and one recipe kind behind one prefix.
+
+    Parameters
+    ----------
+    engine, store
+        Who computes and who keeps.
+    kind
+        ``system``: chunks are computed behind ``system_prefix``; ``bos``: behind the tokenizer's BOS, if it has one.
+    system_prefix
+        Token ids of the prompt's system segment.
+    """
+
+    def __init__(self, engine: TorchEngine, store: KVStore, kind: RecipeKind, system_prefix: TokenIds) -> None:
+        self.engine, self.store, self.kind = engine, store, kind
+        self.system_prefix = system_prefix
+        bos = engine.tokenizer.bos_token_id
+        before = system_prefix if kind == "system" else as_token_ids([] if bos is None else [bos])
+        self.recipe = Recipe(kind, tuple(int(t) for t in before), engine.dtype)
+        self._start = Recipe("system", (), engine.dtype)
+        self.counts = LibraryCounts()
+
+    def key(self, token_ids: TokenIds) -> str:
+        """The chunk key of a chunk under this recipe."""
+        return chunk_key(self.engine.fingerprint, self.recipe, token_ids)
+
+    def has(self, token_ids: TokenIds) -> bool:
+        """Whether the store holds the chunk (index only)."""
+        return self.store.contains(self.key(token_ids), token_ids)
+
+    def _at_start(self, token_ids: TokenIds) -> ChunkReader | None:
+        """KV of a run of tokens at position 0, computed and stored when it is missing; None when it is empty."""
+        if len(token_ids) == 0:
+            return None
+        key = chunk_key(self.engine.fingerprint, self._start, token_ids)
+        found = self.store.get(key, token_ids)
+        if found is not None:
+            return found
+        kv = self.engine.collect(self._start, [token_ids], None)[0]
+        self._keep(kv)
+        return kv
+
+    def _keep(self, kv: ChunkKV) -> None:
+        try:
+            self.store.put_async(kv)
+        except StoreError as error:  # the answer needs the KV, not its storage; the store counts what it refuses
+            _log.warning("a chunk KV was not stored: %s", error)
+
+    def _prefix(self) -> ChunkKV | None:
+        reader = self._at_start(as_token_ids(self.recipe.prefix))
+        return None if reader is None else materialise(reader)
+
+    def compute(self, chunks: Sequence[TokenIds]) -> Iterator[ChunkKV]:
+        """Compute chunks alone, several in one pass, and store them in the background."""
+        prefix = self._prefix() if chunks else None
+        for batch in batches(chunks, PASS_TOKENS):
+            began = time.perf_counter()
+            computed = self.engine.collect(self.recipe, batch, prefix)
+            self.counts.seconds += time.perf_counter() - began
+            for kv in computed:
+                self.counts.computed += 1
+                self.counts.computed_tokens += len(kv.token_ids)
+                self._keep(kv)
+                yield kv
+
+    def readers(self, prompt: Prompt) -> list[ChunkReader | None]:
+        """A reader per segment: chunks and the system prefix always have one, missing ones are computed first."""
+        found: dict[bytes, ChunkReader] = {}
+        missing: dict[bytes, TokenIds] = {}
+        for segment in prompt.segments:
+            ids = segment.token_ids
+            name = ids.tobytes()
+            if segment.kind != "chunk" or name in found or name in missing:
+                continue
+            reader = self.store.get(self.key(ids), ids)
+            if reader is None:
+                missing[name] = ids
+            else:
+                found[name] = reader
+                self.counts.hits += 1
+        for kv in self.compute(list(missing.values())):
+            found[kv.token_ids.tobytes()] = kv
+        return [self._reader_of(segment.kind, segment.token_ids, found) for segment in prompt.segments]
+
+    def _reader_of(self, kind: str, ids: TokenIds, chunks: dict[bytes, ChunkReader]) -> ChunkReader | None:
+        if kind == "chunk":
+            return chunks[ids.tobytes()]
+        return self._at_start(ids) if kind == "system" else None
+
+    @contextmanager
+    def source(self, prompt: Prompt) -> Iterator[PromptSource]:
+        """Open the readers of a prompt and read their layers ahead while the block runs."""
+        readers = self.readers(prompt)
+        stored = [r for r in readers if r is not None]
+        with LayerPrefetcher(stored, len(self.engine.runner.layers)) as prefetcher:
+            yield PromptSource(readers, prefetcher)
+
+    def precompute(
+        self, chunks: Sequence[TokenIds], max_bytes: int | None, progress: Callable[[int, int], None] | None = None
+    ) -> int:
+        """Compute and store what is missing, in order, until ``max_bytes`` of KV are stored by this call or before.
+
+        Returns the number of chunks that were left out for want of budget. ``progress`` gets (tokens done, tokens).
+        """
+        per_token = self.engine.kv_bytes_per_token
+        room = None if max_bytes is None else max_bytes
+        wanted: list[TokenIds] = []
+        left_out = 0
+        for ids in {c.tobytes(): c for c in chunks}.values():
+            cost = per_token * len(ids)
+            if room is not None and cost > room:
+                left_out += 1
+                continue
+            room = None if room is None else room - cost
+            if not self.has(ids):
+                wanted.append(ids)
+        total, done = sum(len(c) for c in wanted), 0
+        for kv in self.compute(wanted):
+            done += len(kv.token_ids)
+            if progress is not None:
+                progress(done, total)
+        self.store.flush()
+        return left_out
+
+
+def materialise(reader: ChunkReader) -> ChunkKV:
+    """All layers of a reader as one chunk KV in memory."""
+    pairs = [reader.layer(i) for i in range(reader.layers)]
+    k, v = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
+    return ChunkKV(reader.fingerprint, reader.recipe, reader.token_ids, k, v)
+
+
+def batches(chunks: Sequence[TokenIds], tokens: int) -> Iterator[list[TokenIds]]:
+    """Group chunks, in order, so that each group has at most ``tokens`` tokens, or one chunk."""
+    group: list[TokenIds] = []
+    size = 0
+    for chunk in chunks:
+        if group and size + len(chunk) > tokens:
+            yield group
+            group, size = [], 0
+        group.append(chunk)
+        size += len(chunk)
+    if group:
+        yield group

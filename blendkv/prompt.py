@@ -1,0 +1,91 @@
+"""Chat template + chunks + question -> a prompt of segments, each with its token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from blendkv.errors import InputError
+from blendkv.types import Prompt, Segment, TokenIds, as_token_ids
+
+DEFAULT_SYSTEM = "Answer the question from the passages. Be brief. If they do not hold the answer, say so."
+_MARK = "\u2063blendkv\u2063"
+
+
+class PromptBuilder:
+    """Builds prompts of one shape: system prefix, chunks one after the other, question, generation prompt.
+
+    The template is rendered once and cut at a mark where the user's words belong: what stands before it is the
+    ``system`` segment, what stands after it closes the ``query``. Chunks carry their own token ids and their own
+    trailing blank lines, so nothing is put between them.
+
+    Parameters
+    ----------
+    tokenizer
+        A fast transformers tokenizer; without a chat template a plain layout is used.
+    system
+        The system message; part of the recipe of ``system`` chunk KVs.
+    """
+
+    def __init__(self, tokenizer: Any, system: str = DEFAULT_SYSTEM) -> None:
+        self._tokenizer = tokenizer
+        self.system = system
+        before, self._after = self._frame()
+        ids = self._encode(before)
+        bos = tokenizer.bos_token_id
+        if getattr(tokenizer, "chat_template", None) is None and bos is not None:
+            ids = [bos, *ids]
+        self.prefix = as_token_ids(ids)
+        """Token ids of the system segment."""
+
+    def _frame(self) -> tuple[str, str]:
+        """The texts before and after the user's words."""
+        if getattr(self._tokenizer, "chat_template", None) is None:
+            return f"{self.system}\n\n", "\n\nAnswer:"
+        turns = [{"role": "system", "content": self.system}, {"role": "user", "content": _MARK}]
+        try:
+            text = self._render(turns)
+        except Exception:  # templates refuse a system role with an error of their own (Gemma)
+            text = self._render([{"role": "user", "content": f"{self.system}\n\n{_MARK}"}])
+        if text.count(_MARK) != 1:
+            raise InputError("the model's chat template does not keep the user's message as it is; it cannot be used")
+        before, after = text.split(_MARK)
+        return before, after
+
+    def _render(self, turns: Sequence[dict[str, str]]) -> str:
+        return str(self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _question(self, question: str) -> Segment:
+        if not question.strip():
+            raise InputError("the question is empty; ask something")
+        text = f"Question: {question.strip()}{self._after}"
+        return Segment("query", as_token_ids(self._encode(text)))
+
+    def first(self, chunks: Sequence[TokenIds], question: str) -> Prompt:
+        """The prompt of a first turn."""
+        segments = [Segment("system", self.prefix)] if len(self.prefix) else []
+        segments += [Segment("chunk", c) for c in chunks]
+        return Prompt((*segments, self._question(question)))
+
+    def next(self, chunks: Sequence[TokenIds], question: str) -> Prompt:
+        """The prompt of a later turn, to stand behind the blended history: end of the last answer, chunks, question."""
+        opening = Segment("history", as_token_ids(self._encode(self._opening()))) if self._opening() else None
+        middle = [Segment("chunk", c) for c in chunks]
+        return Prompt((*([opening] if opening else []), *middle, self._question(question)))
+
+    def _opening(self) -> str:
+        """The text between an answer and the next user's words."""
+        if getattr(self._tokenizer, "chat_template", None) is None:
+            return "\n\n"
+        turns = [
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "content": _MARK},
+            {"role": "user", "content": _MARK},
+        ]
+        parts = self._render(turns).split(_MARK)
+        if len(parts) != 3:
+            raise InputError("the model's chat template does not keep earlier turns as they are; chat() cannot be used")
+        return parts[1]

@@ -1,0 +1,32 @@
+"""The store: chunk KVs by key, in memory and on disk.
+
+:class:`KVStore` is the door, :class:`LayerPrefetcher` reads ahead of the computation. A new codec goes into
+``CODECS``, a new eviction policy into ``POLICIES``.
+"""
+
+from blendkv.store.base import ChunkReader, EvictionPolicy, Layer, LoadingReader, Tier, TierStat
+from blendkv.store.codecs import CODECS, Codec
+from blendkv.store.policy import POLICIES, LruPolicy
+from blendkv.store.prefetch import LayerPrefetcher
+from blendkv.store.reports import ChunkInfo, GcReport, RepairReport, StoreStat, VerifyReport
+from blendkv.store.tiered import KVStore
+
+__all__ = [
+    "CODECS",
+    "POLICIES",
+    "ChunkInfo",
+    "ChunkReader",
+    "Codec",
+    "EvictionPolicy",
+    "GcReport",
+    "KVStore",
+    "Layer",
+    "LayerPrefetcher",
+    "LoadingReader",
+    "LruPolicy",
+    "RepairReport",
+    "StoreStat",
+    "Tier",
+    "TierStat",
+    "VerifyReport",
+]

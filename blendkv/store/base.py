@@ -1,0 +1,142 @@
+"""The Protocols of the store: what a reader, a tier and an eviction policy must offer."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from blendkv.types import ChunkKV, Recipe, TokenIds
+
+Layer = tuple[torch.Tensor, torch.Tensor]
+"""K before RoPE and V of one layer, each ``[tokens, kv_heads, head_dim]`` in the recipe's dtype, on the CPU."""
+
+
+@runtime_checkable
+class ChunkReader(Protocol):
+    """A chunk KV that can be read layer by layer; :class:`blendkv.types.ChunkKV` is the trivial one.
+
+    The tensors are shared with the store: read them, never write into them.
+    """
+
+    @property
+    def key(self) -> str:
+        """The chunk key, 64 hex digits."""
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """Token ids, int32 ``[tokens]``."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the chunk KV was computed."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the model that computed it."""
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all K and V."""
+
+    def layer(self, index: int) -> Layer:
+        """K and V of layer ``index``, each ``[tokens, kv_heads, head_dim]``.
+
+        Raises
+        ------
+        DamagedChunkError
+            If the stored bytes are missing, truncated, altered or unreadable.
+        IndexError
+            If there is no such layer.
+        """
+
+
+@runtime_checkable
+class LoadingReader(ChunkReader, Protocol):
+    """A reader whose layers come from a slower place than memory: worth a prefetch thread."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from that place so far; a layer that is kept in memory is not read again."""
+
+    def readahead(self, index: int) -> None:
+        """Start fetching layer ``index`` without waiting for it. Only a hint: it never fails."""
+
+
+@dataclass(frozen=True)
+class TierStat:
+    """What a tier holds and did. ``bytes`` and ``limit`` are in bytes; a ``limit`` of None means no limit.
+
+    ``evictions`` counts by reason: ``limit`` (the byte limit), ``full`` (the device had no space left).
+    ``damaged`` counts chunks of this tier that were found damaged.
+    """
+
+    name: str
+    chunks: int
+    bytes: int
+    limit: int | None
+    hits: int = 0
+    misses: int = 0
+    evictions: Mapping[str, int] = field(default_factory=dict)
+    damaged: int = 0
+
+
+class Tier(Protocol):
+    """A place that holds chunk KVs. Safe to call from several threads.
+
+    Tiers trust the key; :class:`blendkv.store.KVStore` compares the token ids, and counts hits and misses.
+    """
+
+    name: str
+
+    def token_ids(self, key: str) -> TokenIds | None:
+        """Token ids stored under ``key`` without touching its KV, or None."""
+
+    def contains(self, key: str) -> bool:
+        """Whether there is a chunk under ``key``; touches no KV."""
+
+    def get(self, key: str) -> ChunkReader | None:
+        """Return a reader for ``key``, or None; counts as a use.
+
+        Raises
+        ------
+        DamagedChunkError
+            If the chunk is there and cannot be used.
+        """
+
+    def put(self, kv: ChunkKV) -> None:
+        """Store ``kv``, evicting others by policy; a chunk that is there already is left as it is.
+
+        Raises
+        ------
+        StoreFullError
+            If there is no room, even after eviction.
+        """
+
+    def delete(self, key: str) -> bool:
+        """Forget ``key``, pinned or not; return whether it was there."""
+
+    def stat(self) -> TierStat:
+        """Chunks, bytes, limit and evictions; hits, misses and damage are the store's to add."""
+
+
+class EvictionPolicy(Protocol):
+    """The order in which chunks leave a tier. A tier calls it under its own lock."""
+
+    def added(self, key: str, nbytes: int) -> None:
+        """Take ``key`` into account; a known key counts as touched, with its new size in bytes."""
+
+    def touched(self, key: str) -> None:
+        """Note a use of ``key``; an unknown key is ignored."""
+
+    def removed(self, key: str) -> None:
+        """Forget ``key``; an unknown key is ignored."""
+
+    def victims(self, nbytes: int, keep: Container[str]) -> list[str]:
+        """Keys to evict, first to go first, that free ``nbytes`` bytes together, or all there are; none of ``keep``."""

@@ -1,0 +1,361 @@
+"""The disk tier: one file per chunk KV under ``kv/``, named by its key, and the index."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from blendkv.errors import DamagedChunkError, StoreError, StoreFullError
+from blendkv.store.base import ChunkReader, EvictionPolicy, Layer, TierStat
+from blendkv.store.chunkfile import Header, encode_chunk, read_header, read_tensor, token_ids_digest
+from blendkv.store.codecs import CODECS
+from blendkv.store.files import fsync_directory, make_directory, temporary_file, write_all
+from blendkv.store.index import Index, Row
+from blendkv.types import ChunkKV, Recipe, TokenIds
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# Evicting the new file's size once should do; concurrent writers and whole blocks may want it again. A bound, because
+# a device that others fill must not cost the whole store.
+_FULL_TRIES = 3
+
+
+class DiskReader:
+    """Reads one chunk file layer by layer, each tensor verified as it is read.
+
+    The file stays open, so an eviction meanwhile does no harm. It is closed with the reader.
+
+    Raises
+    ------
+    DamagedChunkError
+        If the file is missing, unreadable, truncated, has an altered header, or is not the one of ``row``.
+    """
+
+    def __init__(self, path: Path, row: Row) -> None:
+        self._row = row
+        self.bytes_read = 0
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise DamagedChunkError(row.key, "missing: no such file") from error
+        except OSError as error:
+            raise DamagedChunkError(row.key, f"unreadable: {error.strerror}") from error
+        self._fd = fd
+        self._closer = weakref.finalize(self, os.close, fd)
+        try:
+            self._header = _checked_header(fd, row)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def key(self) -> str:
+        """The chunk key."""
+        return self._row.key
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """Token ids, int32 ``[tokens]``, as the index has them."""
+        return self._row.token_ids
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the chunk KV was computed."""
+        return self._row.recipe
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the model that computed it."""
+        return self._row.fingerprint
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return self._header.layers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all K and V."""
+        return self._row.nbytes
+
+    def layer(self, index: int) -> Layer:
+        """Read K and V of layer ``index``, each ``[tokens, kv_heads, head_dim]``.
+
+        Raises
+        ------
+        DamagedChunkError
+            If the bytes are missing, altered or unreadable.
+        IndexError
+            If there is no such layer.
+        """
+        codec = CODECS.get(self.recipe.codec)
+        parts = {part: self._read(name) for part, name in zip(codec.parts, self._names(index), strict=True)}
+        return codec.decode(parts)
+
+    def readahead(self, index: int) -> None:
+        """Ask the kernel to read layer ``index`` into its page cache; does nothing where that cannot be asked."""
+        if not self._closer.alive or not hasattr(os, "posix_fadvise"):
+            return
+        for name in self._names(index):
+            span = self._header.tensors[name]
+            os.posix_fadvise(self._fd, span.start, span.size, os.POSIX_FADV_WILLNEED)
+
+    def verify(self) -> None:
+        """Read every tensor.
+
+        Raises
+        ------
+        DamagedChunkError
+            If one is damaged.
+        """
+        for name in self._header.tensors:
+            self._read(name)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._closer()
+
+    def _names(self, index: int) -> list[str]:
+        if not 0 <= index < self.layers:
+            raise IndexError(f"layer {index} of a chunk KV with {self.layers} layers")
+        return [f"{part}.{index}" for part in CODECS.get(self.recipe.codec).parts]
+
+    def _read(self, name: str) -> torch.Tensor:
+        span = self._header.tensors[name]
+        if not self._closer.alive:
+            raise StoreError(f"the reader of chunk KV {self.key[:12]} is closed; ask the store for a new one")
+        tensor = read_tensor(self._fd, self.key, name, span)
+        self.bytes_read += span.size
+        return tensor
+
+
+class DiskTier:
+    """Chunk KVs on a local disk. ``limit`` bounds the bytes of the files (None: no limit), pinned ones included.
+
+    Every change of a file's name and of its row happens inside one write transaction of the index, so that processes
+    which share the store never see one without the other; only a crash can part them, and a sweep mends that.
+    """
+
+    name = "disk"
+
+    def __init__(self, root: Path, index: Index, limit: int | None, policy: EvictionPolicy) -> None:
+        self.root = root
+        self.index = index
+        self.limit = limit
+        self._policy = policy
+        self._seen = 0  # the last tick of the index that the policy knows of
+        self._evictions: Counter[str] = Counter()
+
+    def token_ids(self, key: str) -> TokenIds | None:
+        """Token ids stored under ``key``, from the index, or None."""
+        row = self.index.row(key)
+        return None if row is None else row.token_ids
+
+    def contains(self, key: str) -> bool:
+        """Whether the index has ``key``."""
+        return self.index.row(key) is not None
+
+    def get(self, key: str) -> DiskReader | None:
+        """Open the file of ``key``, or return None.
+
+        Raises
+        ------
+        DamagedChunkError
+            If the index has it and the file cannot be used.
+        """
+        row = self.index.row(key)
+        if row is None:
+            return None
+        try:
+            reader = DiskReader(self.root / row.path, row)
+        except DamagedChunkError:
+            if self.index.row(key) is None:  # another process evicted it since the look-up
+                return None
+            raise
+        self.index.touch(key)
+        return reader
+
+    def put(self, kv: ChunkKV) -> None:
+        """Write ``kv``: its file first, then its row. A chunk that is there already is left as it is.
+
+        Raises
+        ------
+        StoreFullError
+            If the device is full, or the limit is reached, and eviction does not help.
+        StoreError
+            If the file cannot be written, or another chunk has the key.
+        """
+        if self._present(kv):
+            self.index.touch(kv.key)
+            return
+        data = encode_chunk(kv)
+        with self._errors():
+            for _ in range(_FULL_TRIES):
+                try:
+                    self._write(kv, data)
+                    return
+                except OSError as error:
+                    if error.errno not in _FULL or not self._evict_for_space(len(data)):
+                        raise
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def delete(self, key: str) -> bool:
+        """Delete the file and the row of ``key``; return whether it was there.
+
+        Raises
+        ------
+        StoreError
+            If the directory cannot be written.
+        """
+        with self._errors(), self.index.transaction():
+            return self._drop(key) is not None
+
+    def shrink(self) -> tuple[int, int]:
+        """Evict down to the limit; return the number of chunks and the bytes that left.
+
+        Raises
+        ------
+        StoreError
+            If the directory cannot be written.
+        """
+        if self.limit is None:
+            return 0, 0
+        with self._errors(), self.index.transaction():
+            return self._evict(self.index.totals()[1] - self.limit, "limit")
+
+    def drop_page_cache(self, keys: Iterable[str]) -> None:
+        """Drop the files of ``keys`` from the kernel's page cache: the next read is cold. For benchmarks.
+
+        Raises
+        ------
+        StoreError
+            If a key is not there, or the system has no such call.
+        """
+        if not hasattr(os, "posix_fadvise"):
+            raise StoreError("this system cannot drop a file from its page cache; measure cold reads on Linux")
+        for key in keys:
+            row = self.index.row(key)
+            if row is None:
+                raise StoreError(f"no chunk KV {key[:12]} on disk; list the store for its keys")
+            fd = os.open(self.root / row.path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+    def stat(self) -> TierStat:
+        """Chunks, bytes of their files, limit and evictions."""
+        chunks, size = self.index.totals()
+        return TierStat(self.name, chunks, size, self.limit, evictions=dict(self._evictions))
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in _FULL:
+                raise StoreFullError(
+                    f"no space on the device of {self.root}, even after eviction; free some, or set a disk limit"
+                ) from error
+            raise StoreError(f"cannot write to the store at {self.root}: {error.strerror}; check its rights") from error
+
+    def _write(self, kv: ChunkKV, data: bytes) -> None:
+        relative = chunk_path(kv.key)
+        target = self.root / relative
+        make_directory(target.parent)
+        with temporary_file(target) as (fd, temporary):
+            write_all(fd, data)
+            os.fsync(fd)
+            with self.index.transaction() as undo:
+                if self._present(kv):  # another thread or process was faster
+                    return
+                self.index.delete(kv.key)  # a row whose file is gone
+                self._make_room(len(data))
+                os.replace(temporary, target)
+                undo.append(target.unlink)
+                fsync_directory(target.parent)
+                now = time.time()
+                self.index.insert(
+                    Row(kv.key, kv.fingerprint, kv.recipe, kv.token_ids, kv.nbytes, len(data), relative, now, now)
+                )
+
+    def _present(self, kv: ChunkKV) -> bool:
+        row = self.index.row(kv.key)
+        if row is None:
+            return False
+        if not same_chunk(row, kv):
+            raise StoreError(f"another chunk is stored under the key {kv.key[:12]}; remove it first")
+        return (self.root / row.path).exists()
+
+    def _make_room(self, size: int) -> None:
+        if self.limit is None:
+            return
+        pinned = sum(self.index.pinned().values())
+        if size > self.limit - pinned:
+            raise StoreFullError(
+                f"a chunk KV of {size} bytes does not fit on disk: the limit is {self.limit} bytes, {pinned} of them "
+                "pinned; raise the limit or unpin some"
+            )
+        self._evict(self.index.totals()[1] + size - self.limit, "limit")
+
+    def _evict_for_space(self, size: int) -> int:
+        with self.index.transaction():
+            return self._evict(size, "full")[0]
+
+    def _evict(self, needed: int, reason: str) -> tuple[int, int]:
+        if needed <= 0:
+            return 0, 0
+        self.index.apply_touches()
+        for key, size, tick in self.index.changed_since(self._seen):
+            self._policy.added(key, size)
+            self._seen = tick
+        keep = self.index.pinned()
+        count = freed = 0
+        # A victim may be gone, evicted by another process: then it frees nothing and the policy is asked again.
+        while freed < needed and (victims := self._policy.victims(needed - freed, keep)):
+            for key in victims:
+                dropped = self._drop(key)
+                self._policy.removed(key)
+                if dropped is not None:
+                    count, freed = count + 1, freed + dropped
+        self._evictions[reason] += count
+        return count, freed
+
+    def _drop(self, key: str) -> int | None:
+        row = self.index.row(key)
+        if row is None:
+            return None
+        # The file first: on a full device its space is what lets the index write at all.
+        (self.root / row.path).unlink(missing_ok=True)
+        self.index.delete(key)
+        return row.file_bytes
+
+
+def chunk_path(key: str) -> str:
+    """Path of a chunk file, relative to the store."""
+    return f"kv/{key[:2]}/{key}.safetensors"
+
+
+def same_chunk(one: ChunkReader | Row, other: ChunkKV) -> bool:
+    """Whether two chunks agree in all that a key stands for."""
+    return (
+        one.fingerprint == other.fingerprint
+        and one.recipe == other.recipe
+        and one.token_ids.tobytes() == other.token_ids.tobytes()
+    )
+
+
+def _checked_header(fd: int, row: Row) -> Header:
+    header = read_header(fd, row.key)
+    if (header.fingerprint, header.recipe) != (row.fingerprint, row.recipe):
+        raise DamagedChunkError(row.key, "mismatch: the file holds a chunk of another model or recipe")
+    if header.token_ids_digest != token_ids_digest(row.token_ids):
+        raise DamagedChunkError(row.key, "mismatch: the file holds other token ids")
+    return header

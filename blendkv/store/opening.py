@@ -1,0 +1,76 @@
+"""Opens a store's directory: refuses what is not ours, makes what is missing, mends what a crash left."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from blendkv.errors import InputError, StoreError
+from blendkv.store.base import EvictionPolicy
+from blendkv.store.disk import DiskTier
+from blendkv.store.files import make_directory
+from blendkv.store.index import Index
+from blendkv.store.repair import sweep
+from blendkv.store.reports import RepairReport
+
+INDEX_NAME = "index.sqlite"
+_OURS = {"kv", INDEX_NAME, f"{INDEX_NAME}-wal", f"{INDEX_NAME}-shm", f"{INDEX_NAME}-journal"}
+
+
+def open_disk(root: Path, limit: int | None, policy: EvictionPolicy) -> tuple[DiskTier, RepairReport]:
+    """Open or create the store at ``root``. Processes that open it at the same time take turns.
+
+    Raises
+    ------
+    InputError
+        If ``root`` is a file, or a directory with other things in it and no index.
+    StoreMismatchError
+        If a newer version of BlendKV made it.
+    StoreError
+        If it cannot be read or written.
+    """
+    if root.exists() and not root.is_dir():
+        raise InputError(f"{root} is a file; a store needs a directory of its own")
+    try:
+        make_directory(root)
+        with _turn(root):
+            return _open(root, limit, policy)
+    except OSError as error:
+        raise StoreError(f"cannot open the store at {root}: {error.strerror}; check the directory's rights") from error
+
+
+def _open(root: Path, limit: int | None, policy: EvictionPolicy) -> tuple[DiskTier, RepairReport]:
+    _refuse_foreign(root)
+    index = Index(root / INDEX_NAME)
+    try:
+        make_directory(root / "kv")
+        disk = DiskTier(root, index, limit, policy)
+        return disk, sweep(disk)
+    except BaseException:
+        index.close()
+        raise
+
+
+def _refuse_foreign(root: Path) -> None:
+    """Refuse a directory of something else. With an index of ours in it, other files are its owner's business."""
+    index = root / INDEX_NAME
+    if index.exists() and index.stat().st_size:
+        return
+    foreign = sorted(set(os.listdir(root)) - _OURS)
+    if foreign:
+        raise InputError(
+            f"{root} is not a store and holds other files ({foreign[0]}, ...); give it a directory of its own"
+        )
+
+
+@contextmanager
+def _turn(root: Path) -> Iterator[None]:
+    fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

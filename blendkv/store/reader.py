@@ -1,0 +1,106 @@
+"""The reader that a store hands out for a chunk on disk: it keeps what it read and reports what it found."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from blendkv.errors import DamagedChunkError
+from blendkv.store.base import Layer
+from blendkv.store.disk import DiskReader
+from blendkv.types import ChunkKV, Recipe, TokenIds
+
+
+class KeepingReader:
+    """Reads every layer from disk once at most, if ``keep``; then hands the whole chunk to ``on_complete``.
+
+    What it keeps comes on top of the memory tier's bytes until the reader is dropped or the chunk is promoted.
+    Without ``keep`` (the chunk is too large for the memory tier) each call reads again.
+    """
+
+    def __init__(
+        self,
+        inner: DiskReader,
+        keep: bool,
+        on_complete: Callable[[ChunkKV], None],
+        on_damage: Callable[[DamagedChunkError], None],
+    ) -> None:
+        self._inner = inner
+        self._keep = keep
+        self._on_complete = on_complete
+        self._on_damage = on_damage
+        self._kept: dict[int, Layer] = {}
+        self._damage: DamagedChunkError | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def key(self) -> str:
+        """The chunk key."""
+        return self._inner.key
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """Token ids, int32 ``[tokens]``."""
+        return self._inner.token_ids
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the chunk KV was computed."""
+        return self._inner.recipe
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the model that computed it."""
+        return self._inner.fingerprint
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return self._inner.layers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all K and V."""
+        return self._inner.nbytes
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from disk so far."""
+        return self._inner.bytes_read
+
+    def layer(self, index: int) -> Layer:
+        """K and V of layer ``index``, each ``[tokens, kv_heads, head_dim]``.
+
+        Raises
+        ------
+        DamagedChunkError
+            If the bytes are missing, altered or unreadable; the store has dropped the chunk by then.
+        IndexError
+            If there is no such layer.
+        """
+        with self._lock:  # held while reading: a second thread that wants the layer takes what the first one read
+            if index in self._kept:
+                return self._kept[index]
+            if self._damage is not None:  # reported once: by now the store may hold a good chunk under this key
+                raise self._damage
+            try:
+                pair = self._inner.layer(index)
+            except DamagedChunkError as error:
+                self._damage = error
+                self._on_damage(error)
+                raise
+            if self._keep:
+                self._kept[index] = pair
+                if len(self._kept) == self.layers:
+                    self._complete()
+            return pair
+
+    def readahead(self, index: int) -> None:
+        """Ask the kernel to fetch layer ``index``, unless it is kept already."""
+        if index not in self._kept:
+            self._inner.readahead(index)
+
+    def _complete(self) -> None:
+        self._inner.close()
+        k, v = zip(*(self._kept[index] for index in range(self.layers)), strict=True)
+        self._on_complete(ChunkKV(self.fingerprint, self.recipe, self.token_ids, k, v))

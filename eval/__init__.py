@@ -1,0 +1,1 @@
+"""Quality against speed: modes, fidelity, benchmarks."""

@@ -1,0 +1,1 @@
+"""Benchmarks: measured ratios, both sides in one run."""
