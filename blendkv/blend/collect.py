@@ -95,9 +95,10 @@ def collect(
             f"chunk of {longest} tokens behind a prefix of {past} exceeds the model's context of {runner.context}: "
             "split the document into smaller chunks"
         )
-    session = CollectSession(runner, [len(c) for c in chunks], prefix)
-    ids = torch.cat([to_tensor(c, runner.device) for c in chunks])
-    runner.forward(ids, session.positions, session)
+    with torch.inference_mode():
+        session = CollectSession(runner, [len(c) for c in chunks], prefix)
+        ids = torch.cat([to_tensor(c, runner.device) for c in chunks])
+        runner.forward(ids, session.positions, session)
     return [
         ChunkKV(fingerprint, recipe, c, tuple(t.cpu() for t in k), tuple(t.cpu() for t in v))
         for c, k, v in zip(chunks, session.k, session.v, strict=True)

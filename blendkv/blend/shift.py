@@ -51,7 +51,7 @@ class ShiftEstimator:
         places = torch.cat([own for _, own in self._spans]) if self._spans else probes[:0]
         self._index = torch.searchsorted(rows, places)
         self._local = [own - span.start for span, own in self._spans]
-        self._counts = torch.tensor([len(own) for _, own in self._spans], device=rows.device)
+        self._counts = torch.tensor([len(own) for _, own in self._spans], dtype=torch.int64, device=rows.device)
         self._tables = RowTables(tables, places)
         owner = torch.repeat_interleave(torch.arange(len(self._spans), device=rows.device), self._counts)
         self._weights = (owner == torch.arange(len(self._spans), device=rows.device)[:, None]) / self._counts[:, None]

@@ -162,8 +162,8 @@ class DiskTier:
         """Whether the index has ``key``."""
         return self.index.row(key) is not None
 
-    def get(self, key: str) -> DiskReader | None:
-        """Open the file of ``key``, or return None.
+    def open(self, key: str) -> DiskReader | None:
+        """Open the file of ``key``, or return None; does not count as a use.
 
         Raises
         ------
@@ -174,12 +174,24 @@ class DiskTier:
         if row is None:
             return None
         try:
-            reader = DiskReader(self.root / row.path, row)
+            return DiskReader(self.root / row.path, row)
         except DamagedChunkError:
-            if self.index.row(key) is None:  # another process evicted it since the look-up
-                return None
-            raise
-        self.index.touch(key)
+            # It may be on its way out, or be stored anew: only under the write lock is a fault certain.
+            with self._errors(), self.index.transaction():
+                row = self.index.row(key)
+                return None if row is None else DiskReader(self.root / row.path, row)
+
+    def get(self, key: str) -> DiskReader | None:
+        """Open the file of ``key``, or return None; counts as a use.
+
+        Raises
+        ------
+        DamagedChunkError
+            If the index has it and the file cannot be used.
+        """
+        reader = self.open(key)
+        if reader is not None:
+            self.index.touch(key)
         return reader
 
     def put(self, kv: ChunkKV) -> None:

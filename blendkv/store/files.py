@@ -65,8 +65,8 @@ def delete_leftover(path: Path) -> bool:
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink(missing_ok=True)
-    except BlockingIOError:
+        path.unlink()
+    except (BlockingIOError, FileNotFoundError):  # the writer lives, or has just finished
         return False
     finally:
         os.close(fd)

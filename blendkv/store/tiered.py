@@ -15,7 +15,7 @@ import numpy as np
 
 from blendkv.errors import DamagedChunkError, InputError, StoreError, StoreFullError
 from blendkv.store.base import ChunkReader, Tier, TierStat
-from blendkv.store.disk import DiskReader, DiskTier, same_chunk
+from blendkv.store.disk import DiskTier, same_chunk
 from blendkv.store.memory import MemoryTier
 from blendkv.store.normalise import normalised
 from blendkv.store.opening import open_disk
@@ -26,7 +26,7 @@ from blendkv.store.reports import ChunkInfo, GcReport, RepairReport, StoreStat, 
 from blendkv.store.writer import BackgroundWriter
 from blendkv.types import ChunkKV, TokenIds
 
-_QUEUE_BYTES = 512 << 20
+_QUEUE_BYTES = 512 << 20  # of K and V that may wait for the background writer
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class KVStore:
         self._counts: Counter[str] = Counter()
         self._discarded: Counter[str] = Counter()
         self._lock = threading.Lock()
+        self._moving = threading.Lock()  # a promotion must not bring back what is being dropped
         self._closed = False
         if disk is not None:
             memory.pin(disk.index.pinned())
@@ -92,11 +93,12 @@ class KVStore:
     def contains(self, key: str, token_ids: TokenIds) -> bool:
         """Whether the chunk is here. Reads the index only, and counts neither as a use nor as a hit."""
         self._check_open()
-        found = [self._memory.token_ids(key)]
-        if found[0] is None and self._disk is not None:
-            waiting = self._writer.pending(key)
-            found = [self._disk.token_ids(key) if waiting is None else waiting.token_ids]
-        return found[0] is not None and np.array_equal(found[0], token_ids)
+        held = self._memory.token_ids(key)
+        if held is None and (waiting := self._writer.pending(key)) is not None:
+            held = waiting.token_ids
+        if held is None and self._disk is not None:
+            held = self._disk.token_ids(key)
+        return held is not None and np.array_equal(held, token_ids)
 
     def get(self, key: str, token_ids: TokenIds) -> ChunkReader | None:
         """Return a reader for the chunk, or None.
@@ -263,13 +265,15 @@ class KVStore:
             return VerifyReport(0, 0, ())
         for row in self._disk.index.rows():
             try:
-                with closing(DiskReader(self._disk.root / row.path, row)) as reader:
+                reader = self._disk.open(row.key)
+                if reader is None:  # evicted or removed meanwhile
+                    continue
+                with closing(reader):
                     reader.verify()
                 checked, size = checked + 1, size + row.nbytes
             except DamagedChunkError as error:
-                if self._disk.contains(row.key):  # else evicted or removed meanwhile
-                    self._damaged(error)
-                    damaged.append((row.key, error.reason))
+                self._damaged(error)
+                damaged.append((row.key, error.reason))
         return VerifyReport(checked, size, tuple(damaged))
 
     def gc(self) -> GcReport:
@@ -345,21 +349,21 @@ class KVStore:
         return kv
 
     def _put_disk(self, kv: ChunkKV) -> None:
-        if self._disk is None:
-            return
+        assert self._disk is not None
         self._disk.put(kv)
         if self._memory.pinned(kv.key):  # pinned while it was in memory only
             with self._disk.index.transaction():
                 self._disk.index.set_pinned([kv.key], True)
 
     def _promote(self, kv: ChunkKV) -> None:
-        if self._closed or self._disk is None or not self._disk.contains(kv.key):  # removed while it was read
-            return
-        try:
-            self._memory.put(kv)
-            self._count("promoted")
-        except StoreFullError:
-            self._count("not in memory")
+        with self._moving:
+            if self._closed or self._disk is None or not self._disk.contains(kv.key):  # removed while it was read
+                return
+            try:
+                self._memory.put(kv)
+                self._count("promoted")
+            except StoreFullError:
+                self._count("not in memory")
 
     def _damaged(self, error: DamagedChunkError) -> None:
         self._count("disk damaged")
@@ -374,9 +378,10 @@ class KVStore:
 
     def _drop(self, key: str) -> bool:
         there = self._writer.cancel(key)
-        if self._disk is not None:
-            there |= self._disk.delete(key)
-        return self._memory.delete(key) or there
+        with self._moving:
+            if self._disk is not None:
+                there |= self._disk.delete(key)
+            return self._memory.delete(key) or there
 
     def _set_pinned(self, keys: Iterable[str], pinned: bool) -> None:
         self._check_open()

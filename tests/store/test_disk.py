@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import subprocess
+from dataclasses import replace
 
 import pytest
 
@@ -210,6 +211,25 @@ def test_a_full_device_while_the_row_is_written_leaves_no_file(store, make_kv, m
     assert not store.contains(kv.key, kv.token_ids)
 
 
+def test_a_chunk_that_another_process_stored_meanwhile_is_left_as_it_is(store, make_kv, monkeypatch, assert_holds):
+    kv, write = make_kv(1), os.write
+    with KVStore.open(store._disk.root, memory_bytes=0) as other:
+
+        def write_after_the_other(fd, data):
+            monkeypatch.setattr(os, "write", write)
+            other.put(kv)
+            other.pin([kv.key])
+            return write(fd, data)
+
+        monkeypatch.setattr(os, "write", write_after_the_other)
+        store.put(kv)
+        assert os.write is write
+        assert len(files(store._disk.root)) == 1
+        assert [info.pinned for info in store.ls()] == [True]  # its row was not made anew
+        assert_holds(store, kv)
+        assert_holds(other, kv)
+
+
 def test_short_writes_are_continued(store, make_kv, monkeypatch, assert_holds):
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:100]))
@@ -276,6 +296,30 @@ def test_a_missing_file_is_damage_unless_its_row_went_too(store, make_kv, monkey
     monkeypatch.setattr(disk.index, "row", lambda _: answers.pop(0))
     assert disk.get(kv.key) is None
     assert answers == []
+
+
+def test_a_chunk_that_was_evicted_and_stored_anew_between_look_up_and_open_is_read(
+    store, make_kv, monkeypatch, assert_same
+):
+    kv = make_kv(1)
+    store.put(kv)
+    disk = store._disk
+    row = disk.index.row(kv.key)
+    answers = [replace(row, path="kv/gone"), row]
+    monkeypatch.setattr(disk.index, "row", lambda _: answers.pop(0))
+    assert_same(disk.get(kv.key), kv)
+    assert answers == []
+
+
+def test_verify_passes_over_what_goes_meanwhile(store, make_kv, monkeypatch):
+    kvs = [make_kv(1), make_kv(2)]
+    for kv in kvs:
+        store.put(kv)
+    rows = store._disk.index.rows()
+    store.remove(kvs[0].key)
+    monkeypatch.setattr(store._disk.index, "rows", lambda: rows)
+    report = store.verify()
+    assert (report.checked, report.damaged) == (1, ())
 
 
 def test_a_row_without_a_file_is_written_again(store, make_kv, assert_holds):

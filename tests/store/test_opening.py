@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 
 import pytest
 
@@ -144,6 +145,20 @@ def test_an_orphan_that_got_its_row_meanwhile_is_left_alone(tmp_path, make_kv, m
         assert store.verify().checked == 1
 
 
+def test_processes_open_in_turn(tmp_path):
+    stores = []
+    fd = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    opener = threading.Thread(target=lambda: stores.append(KVStore.open(tmp_path, memory_bytes=0)))
+    opener.start()
+    opener.join(0.1)
+    assert opener.is_alive()
+    assert os.listdir(tmp_path) == []
+    os.close(fd)
+    opener.join(30)
+    stores[0].close()
+
+
 def test_temporary_files_of_living_writers_are_left_alone(tmp_path):
     with temporary_file(tmp_path / "x") as (_, path):
         assert not delete_leftover(path)
@@ -153,6 +168,19 @@ def test_temporary_files_of_living_writers_are_left_alone(tmp_path):
     assert delete_leftover(path)
     assert not path.exists()
     assert not delete_leftover(path)
+
+
+def test_a_file_that_was_finished_while_the_sweep_looked_at_it_is_not_counted(tmp_path, monkeypatch):
+    path, flock = tmp_path / "x", fcntl.flock
+    path.touch()
+
+    def finish_first(fd, flags):
+        path.rename(tmp_path / "done")
+        flock(fd, flags)
+
+    monkeypatch.setattr(fcntl, "flock", finish_first)
+    assert not delete_leftover(path)
+    assert (tmp_path / "done").exists()
 
 
 def test_a_writer_whose_new_file_was_swept_begins_again(tmp_path, monkeypatch):

@@ -92,6 +92,16 @@ def test_memory_evicts_the_least_recently_used(make_kv):
     assert (stat.chunks, stat.bytes, stat.evictions) == (2, 2 * a.nbytes, {"limit": 2})
 
 
+def test_memory_evicts_around_pins(make_kv):
+    a, b, c = make_kv(1), make_kv(2), make_kv(3)
+    tier = MemoryTier(2 * a.nbytes, LruPolicy())
+    tier.put(a)
+    tier.put(b)
+    tier.pin([a.key])
+    tier.put(c)
+    assert [tier.contains(kv.key) for kv in (a, b, c)] == [True, False, True]
+
+
 def test_memory_respects_pins_and_refuses_without_evicting(make_kv):
     a, b = make_kv(1), make_kv(2)
     big = make_kv(3, tokens=10)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,7 @@ def run_and_kill(worker, path, mode, seed, rng):
 def check(path, store):
     """No file but whole chunks that have a row."""
     files = {file.stem for file in (path / "kv").rglob("*") if file.is_file()}
-    assert files == {info.key for info in store.ls()}
+    assert files == {info.key for info in store.ls() if "disk" in info.tiers}
     report = store.verify()
     assert not report.damaged
     assert report.checked == len(files)
@@ -130,7 +131,9 @@ def test_processes_share_a_store(tmp_path, workers, make_kv, assert_holds):
             reader = store.get(kv.key, kv.token_ids)
             if reader is not None:  # else another process evicted it meanwhile
                 reader.layer(0)
-            assert not store.gc().repair  # a sweep takes nothing from a writer that lives
+            # A sweep takes nothing from a writer that lives, except the name of a file that is not locked yet: that
+            # one begins again.
+            assert not replace(store.gc().repair, temporary=0)
         for worker in workers:
             lines = [worker.read() for _ in range(3)]
             assert [word for word, _ in lines] == ["pid", "done", "ended"]

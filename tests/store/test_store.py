@@ -471,11 +471,13 @@ def test_removing_what_waits_or_is_being_written(tmp_path, make_kv, monkeypatch)
 
 def test_pinning_waits_for_the_row(tmp_path, make_kv, monkeypatch):
     kv = make_kv(1)
-    with open_store(tmp_path) as store:
+    with open_store(tmp_path, memory_bytes=0) as store:
         gate = Gate(store, monkeypatch)
         store.put_async(kv)
         pinner = threading.Thread(target=store.pin, args=([kv.key],))
         pinner.start()
+        pinner.join(0.05)
+        assert pinner.is_alive()
         gate.open.set()
         pinner.join(30)
         assert [info.pinned for info in store.ls()] == [True]

@@ -1,0 +1,102 @@
+"""The mean shift by hand, its shrinkage, and what it does to a blend."""
+
+import random
+
+import pytest
+import torch
+from tiny import build, seed_of_run
+from worlds import World
+
+from blendkv.blend import BlendSettings
+from blendkv.blend.layout import lay_out
+from blendkv.blend.rotation import RopeTables
+from blendkv.blend.shift import ShiftEstimator
+from blendkv.engines.torch.runner import TorchRunner
+from blendkv.kernels import rotate
+
+
+@pytest.fixture(scope="module")
+def runner():
+    return TorchRunner(build("llama"))
+
+
+@pytest.fixture
+def world(runner):
+    seed = seed_of_run()
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    while True:
+        made = World.make(runner, rng, chunks=3)
+        if min(len(c.token_ids) for c in made.chunks) >= 12:
+            return made
+
+
+def estimate(world, kind, noise, shift_k, shift_v):
+    """Feed the estimator fresh rows that are the stored ones plus a known shift and noise."""
+    layout = lay_out(world.prompt, world.source().readers)
+    tables = RopeTables(world.runner, torch.arange(layout.total))
+    span = layout.candidates[0]
+    local = torch.arange(4, 12)
+    rows = span.start + local
+    layer = 2
+    stored = {s.index: world.source().layer(layer)[s.index] for s in layout.stored}
+    old_k, old_v = stored[span.index]
+    table = tables.layer(layer).rows(rows)
+    fresh_k = rotate(old_k[local] + shift_k + noise, table)
+    estimator = ShiftEstimator(layout, tables, rows, rows, kind)
+    return span.index, estimator, lambda at: estimator.shifts(at, fresh_k, old_v[local] + shift_v, stored)
+
+
+@pytest.mark.parametrize("kind", ["mean", "js"])
+def test_a_constant_shift_is_found(world, kind):
+    shift_k, shift_v = torch.randn(2, 16), torch.randn(2, 16)
+    index, _, shifts = estimate(world, kind, torch.zeros(8, 2, 16), shift_k, shift_v)
+    d_k, d_v = shifts(2)[index]
+    assert torch.allclose(d_k, shift_k, atol=1e-4)
+    assert torch.allclose(d_v, shift_v, atol=1e-4)
+    assert shifts(0) == {}
+
+
+def test_shrinkage_by_hand(world):
+    """n = 8 rows, head 0: differences +-1 in one dim around a mean of 1; s^2 = 1, |d|^2 = 1: keep 1 - 1/7."""
+    shift = torch.zeros(2, 16)
+    shift[0, 0] = 1.0
+    noise = torch.zeros(8, 2, 16)
+    noise[:4, 0, 0], noise[4:, 0, 0] = 1.0, -1.0
+    index, _, shifts = estimate(world, "js", noise, shift, torch.zeros(2, 16))
+    d_k, _ = shifts(2)[index]
+    assert d_k[0, 0] == pytest.approx(1 - 1 / 7, abs=1e-4)
+    assert d_k[1].abs().max() < 1e-5
+
+
+def test_noise_alone_is_shrunk_away(world):
+    noise = torch.randn(8, 2, 16)
+    noise -= noise.mean(0)
+    index, _, shifts = estimate(world, "js", noise, torch.full((2, 16), 1e-3), torch.zeros(2, 16))
+    assert shifts(2)[index][0].abs().max() == 0.0
+
+
+def test_fewer_than_three_rows_say_nothing(world):
+    layout = lay_out(world.prompt, world.source().readers)
+    span = layout.candidates[0]
+    rows = torch.tensor([span.start + 5, span.start + 6])
+    tables = RopeTables(world.runner, torch.arange(layout.total))
+    estimator = ShiftEstimator(layout, tables, rows, rows, "mean")
+    assert estimator.shifts(2, torch.zeros(2, 2, 16), torch.zeros(2, 2, 16), {}) == {}
+
+
+def test_the_shift_reaches_the_cache(world):
+    """With and without it the sink differs, only in unselected tokens of chunks that are not exact."""
+    with_shift, without = world.sink(), world.sink()
+    report, _ = world.blend(BlendSettings("strided", 0.5, "mean"), sink=with_shift)
+    world.blend(BlendSettings("strided", 0.5, "off"), sink=without)
+    layout = lay_out(world.prompt, world.source().readers)
+    moved = (with_shift.layers[1].keys - without.layers[1].keys)[0].abs().amax((0, 2))[: layout.total]
+    touched = torch.zeros(layout.total, dtype=torch.bool)
+    touched[layout.positions(candidates=True)] = True
+    touched[report.selected] = False
+    probed = [s for s in layout.candidates if sum(s.start + 4 <= p < s.stop for p in report.selected.tolist()) >= 3]
+    for span in probed:
+        inside = touched[span.start : span.stop]
+        assert (moved[span.start : span.stop][inside] > 0).all()
+    assert (moved[: layout.candidates[0].start] == 0).all()
