@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
 from blendkv.blend import BlendReport
@@ -16,7 +16,8 @@ class Answer:
     ``timings`` holds seconds by stage (``retrieve``, ``prepare``, the blend's ``score``, ``load``, ``rotate`` and
     ``recompute``, and ``question``: from the end of the blend, or of the preparation, to the first token), and the sums
     ``ttft`` (from the call to the first token) and ``total``. ``blend_report`` is None for full prefill; ``fallback``
-    says why a blend that was asked for became a full prefill.
+    says why a blend that was asked for became a full prefill. ``finish_reason`` is ``stop``, ``length`` or
+    ``cancelled``; ``token_ids`` include the token that ended the answer.
     """
 
     text: str
@@ -34,16 +35,20 @@ class Answer:
 class AnswerStream:
     """Iterate for pieces of text as they are decoded; then ``answer`` holds the whole.
 
-    Closing it early, or leaving a ``for`` loop over it and dropping it, ends the decoding.
+    `close`, or leaving a ``for`` loop over it, ends the decoding; ``answer`` then holds what there is.
     """
 
-    def __init__(self, pieces: Iterator[str], finish: Callable[[], Answer]) -> None:
+    def __init__(self, pieces: Generator[str, None, None], finish: Callable[[], Answer]) -> None:
         self._pieces = pieces
         self._finish = finish
         self._answer: Answer | None = None
 
     def __iter__(self) -> Iterator[str]:
         yield from self._pieces
+
+    def close(self) -> None:
+        """Stop decoding."""
+        self._pieces.close()
 
     @property
     def answer(self) -> Answer:

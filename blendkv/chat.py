@@ -79,9 +79,21 @@ class ChatSession:
 
     def _remember(self, prompt: Prompt, history: TokenIds | None, answer: Answer) -> None:
         """Append the turn; the end-of-turn token belongs to the next prompt, which the template opens with it."""
-        eos = self._pipeline.engine.eos_token_ids
-        said = list(answer.token_ids)
-        while said and said[-1] in eos:
-            said.pop()
         before = [] if history is None else history.tolist()
-        self._tokens = as_token_ids([*before, *prompt.token_ids.tolist(), *said])
+        self._tokens = as_token_ids([*before, *prompt.token_ids.tolist(), *self._said(answer)])
+
+    def _said(self, answer: Answer) -> list[int]:
+        """The answer's tokens, without the token or the stop string that ended it."""
+        engine = self._pipeline.engine
+        said = list(answer.token_ids)
+        if answer.finish_reason != "stop":
+            return said
+        if said[-1] in engine.eos_token_ids:
+            return said[:-1]
+
+        def text() -> str:
+            return str(engine.tokenizer.decode(said, skip_special_tokens=True))
+
+        while len(text()) > len(answer.text):
+            said.pop()
+        return said + self._pipeline.prompts.encode(answer.text[len(text()) :], plain=True)

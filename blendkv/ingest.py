@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +15,11 @@ from blendkv.retrieval.collection import Collection, SyncReport
 from blendkv.retrieval.embed import Embedder
 from blendkv.retrieval.load import load_corpus, source_names
 from blendkv.retrieval.split import Splitter
-from blendkv.types import TokenIds
+from blendkv.types import Document, TokenIds, chunk_key
+
+_log = logging.getLogger(__name__)
+_SYNCING = "syncing"
+"""Set in the collection while documents change: after a crash, KV of chunks that are gone may be left."""
 
 Precompute = Literal["all", "lazy"]
 IngestProgress = Callable[[str, int, int | None], None]
@@ -68,7 +73,7 @@ def ingest(
     chunk_tokens
         Target size of a chunk.
     prune
-        Remove documents that the sources no longer hold. Their chunk KVs go too.
+        Remove documents that the sources no longer hold, and their chunk KVs; nothing, if a document could not be read.
     progress
         See `IngestProgress`.
 
@@ -84,18 +89,11 @@ def ingest(
     skipped: list[DocumentError] = []
 
     began = time.perf_counter()
-    before = _token_digests(collection)
-    splitter = Splitter(library.engine.tokenizer, chunk_tokens)
-    documents = load_corpus(sources, on_skip=skipped.append)
-    report = collection.sync(
-        documents,
-        splitter,
-        on_skip=skipped.append,
-        prune=prune and not skipped,
-        sources=source_names(sources),
-        progress=lambda done, total: tell("documents", done, total),
-    )
-    removed = _drop_stale(library, before, collection) if report.changed or report.removed else 0
+    interrupted = collection.get_meta(_SYNCING, False)
+    collection.set_meta(_SYNCING, True)
+    report = _sync(collection, library, sources, chunk_tokens, skipped, prune, tell)
+    removed = _drop_stale(library, collection) if interrupted or report.changed or report.removed else 0
+    collection.set_meta(_SYNCING, False)
     seconds["documents"] = time.perf_counter() - began
 
     began = time.perf_counter()
@@ -116,15 +114,52 @@ def ingest(
     )
 
 
+def _sync(
+    collection: Collection,
+    library: ChunkLibrary,
+    sources: Sequence[str | Path],
+    chunk_tokens: int,
+    skipped: list[DocumentError],
+    prune: bool,
+    tell: IngestProgress,
+) -> SyncReport:
+    """Bring the collection in line with the sources; what cannot be read is added to ``skipped``."""
+    splitter = Splitter(library.engine.tokenizer, chunk_tokens)
+    seen: set[str] = set()
+
+    def documents() -> Iterator[Document]:
+        for document in load_corpus(sources, on_skip=skipped.append):
+            seen.add(document.id)
+            yield document
+
+    report = collection.sync(
+        documents(), splitter, on_skip=skipped.append, progress=lambda done, total: tell("documents", done, total)
+    )
+    if not prune:
+        return report
+    if skipped:  # one of them may be a document that is stored and only cannot be read today
+        _log.warning("nothing was pruned, because %d documents could not be read", len(skipped))
+        return report
+    names = source_names(sources)
+    stale = [d for d in collection.document_ids() if d not in seen and _is_of(d, names)]
+    for document_id in stale:
+        collection.remove_document(document_id)
+    return replace(report, removed=len(stale))
+
+
+def _is_of(document_id: str, names: Sequence[str]) -> bool:
+    """Whether a document's id begins with a source's name, as `load_corpus` makes them."""
+    return any(document_id == name or document_id.startswith((f"{name}/", f"{name}:")) for name in names)
+
+
 def _chunk_ids(collection: Collection) -> list[TokenIds]:
     return [chunk.token_ids for chunk in collection.chunks()]
 
 
-def _token_digests(collection: Collection) -> dict[bytes, TokenIds]:
-    return {chunk.token_ids.tobytes(): chunk.token_ids for chunk in collection.chunks()}
-
-
-def _drop_stale(library: ChunkLibrary, before: dict[bytes, TokenIds], collection: Collection) -> int:
-    """Remove the KV of chunks that no document has any more."""
-    after = _token_digests(collection)
-    return sum(library.store.remove(library.key(ids)) for name, ids in before.items() if name not in after)
+def _drop_stale(library: ChunkLibrary, collection: Collection) -> int:
+    """Remove this model's KV of chunks that no document has (any more), whatever its recipe."""
+    made_by = library.engine.fingerprint
+    rows = [row for row in library.store.ls() if row.fingerprint == made_by and row.recipe != library.start]
+    chunks = _chunk_ids(collection)
+    kept = {chunk_key(made_by, recipe, ids) for recipe in {row.recipe for row in rows} for ids in chunks}
+    return sum(library.store.remove(row.key) for row in rows if row.key not in kept)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from blendkv.engines.torch.engine import TorchEngine
-from blendkv.errors import StoreError
+from blendkv.errors import DamagedChunkError, StoreError, StoreFullError
 from blendkv.store.base import ChunkReader
 from blendkv.store.prefetch import LayerPrefetcher
+from blendkv.store.reports import StoreStat
 from blendkv.store.tiered import KVStore
 from blendkv.types import ChunkKV, Prompt, Recipe, RecipeKind, TokenIds, as_token_ids, chunk_key
 
@@ -64,7 +65,8 @@ class ChunkLibrary:
         bos = engine.tokenizer.bos_token_id
         before = system_prefix if kind == "system" else as_token_ids([] if bos is None else [bos])
         self.recipe = Recipe(kind, tuple(int(t) for t in before), engine.dtype)
-        self._start = Recipe("system", (), engine.dtype)
+        self.start = Recipe("system", (), engine.dtype)
+        """The recipe of what stands at position 0: the system prefix, or BOS."""
         self.counts = LibraryCounts()
 
     def key(self, token_ids: TokenIds) -> str:
@@ -79,11 +81,11 @@ class ChunkLibrary:
         """KV of a run of tokens at position 0, computed and stored when it is missing; None when it is empty."""
         if len(token_ids) == 0:
             return None
-        key = chunk_key(self.engine.fingerprint, self._start, token_ids)
+        key = chunk_key(self.engine.fingerprint, self.start, token_ids)
         found = self.store.get(key, token_ids)
         if found is not None:
             return found
-        kv = self.engine.collect(self._start, [token_ids], None)[0]
+        kv = self.engine.collect(self.start, [token_ids], None)[0]
         self._keep(kv)
         return kv
 
@@ -94,8 +96,13 @@ class ChunkLibrary:
             _log.warning("a chunk KV was not stored: %s", error)
 
     def _prefix(self) -> ChunkKV | None:
-        reader = self._at_start(as_token_ids(self.recipe.prefix))
-        return None if reader is None else materialise(reader)
+        ids = as_token_ids(self.recipe.prefix)
+        reader = self._at_start(ids)
+        try:
+            return None if reader is None else materialise(reader)
+        except DamagedChunkError:  # the store has dropped it and logged so; this time it is computed
+            reader = self._at_start(ids)
+            return None if reader is None else materialise(reader)
 
     def compute(self, chunks: Sequence[TokenIds]) -> Iterator[ChunkKV]:
         """Compute chunks alone, several in one pass, and store them in the background."""
@@ -145,12 +152,32 @@ class ChunkLibrary:
     def precompute(
         self, chunks: Sequence[TokenIds], max_bytes: int | None, progress: Callable[[int, int], None] | None = None
     ) -> int:
-        """Compute and store what is missing, in order, until ``max_bytes`` of KV are stored by this call or before.
+        """Compute and store what is missing, in order, as far as ``max_bytes`` of KV and the store's limit allow.
 
         Returns the number of chunks that were left out for want of budget. ``progress`` gets (tokens done, tokens).
+
+        Raises
+        ------
+        StoreFullError, StoreError
+            As soon as chunk KVs cannot be written; what was written before is kept.
         """
+        wanted, left_out = self._wanted(chunks, max_bytes)
+        total, done = sum(len(c) for c in wanted), 0
+        before = self.store.stat()
+        for kv in self.compute(wanted):
+            done += len(kv.token_ids)
+            self._check_written(before)
+            if progress is not None:
+                progress(done, total)
+        self.store.flush()
+        self._check_written(before)
+        return left_out
+
+    def _wanted(self, chunks: Sequence[TokenIds], max_bytes: int | None) -> tuple[list[TokenIds], int]:
+        """The chunks to compute, and the number of those for which there is no room in ``max_bytes`` or the store."""
         per_token = self.engine.kv_bytes_per_token
-        room = None if max_bytes is None else max_bytes
+        limits = [b for b in (max_bytes, self.store.stat().tiers[-1].limit) if b is not None]
+        room = min(limits, default=None)
         wanted: list[TokenIds] = []
         left_out = 0
         for ids in {c.tobytes(): c for c in chunks}.values():
@@ -161,13 +188,19 @@ class ChunkLibrary:
             room = None if room is None else room - cost
             if not self.has(ids):
                 wanted.append(ids)
-        total, done = sum(len(c) for c in wanted), 0
-        for kv in self.compute(wanted):
-            done += len(kv.token_ids)
-            if progress is not None:
-                progress(done, total)
-        self.store.flush()
-        return left_out
+        return wanted, left_out
+
+    def _check_written(self, before: StoreStat) -> None:
+        """Raise once chunk KVs cannot be written, or only in place of others: to compute the rest is for nothing."""
+        now = self.store.stat()
+        if now.background_errors > before.background_errors:
+            self.store.flush()
+        evicted = now.tiers[-1].evictions.get("full", 0) - before.tiers[-1].evictions.get("full", 0)
+        if evicted > 0:
+            raise StoreFullError(
+                f"the disk is full: {evicted} chunk KVs had to go to make room for others; free some space, or compute "
+                "less now (--precompute-bytes, --disk), and run the same command again to go on"
+            )
 
 
 def materialise(reader: ChunkReader) -> ChunkKV:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +23,7 @@ from blendkv.ingest import IngestProgress, IngestReport, Precompute, ingest
 from blendkv.library import ChunkLibrary
 from blendkv.prompt import DEFAULT_SYSTEM, PromptBuilder
 from blendkv.retrieval.collection import Collection
-from blendkv.retrieval.embed import MINILM, SentenceEmbedder
+from blendkv.retrieval.embed import MINILM, Embedder, SentenceEmbedder
 from blendkv.retrieval.retriever import HybridRetriever, RetrievedChunk, Retriever
 from blendkv.store.tiered import KVStore
 from blendkv.types import Prompt, RecipeKind, TokenIds, as_token_ids
@@ -43,7 +44,7 @@ class RagPipeline:
     library
         The chunk KVs: looked up, or computed alone and stored.
     fallbacks
-        How often a blend became a full prefill, by reason.
+        How often something else than the blend that was asked for had to be done, by reason.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class RagPipeline:
         mode: str = DEFAULT_MODE,
         top_k: int = TOP_K,
         collection: Collection | None = None,
-        embedder: SentenceEmbedder | None = None,
+        embedder: Embedder | None = None,
     ) -> None:
         self.engine, self.store, self.retriever = engine, store, retriever
         self.collection, self.embedder = collection, embedder
@@ -113,25 +114,24 @@ class RagPipeline:
         ModelLoadError, InputError
             If an argument cannot be used.
         """
-        folder = Path(path)
+        folder = Path(path).expanduser()
         default_mode = parse_mode(mode)
-        store = KVStore.open(
-            folder, memory_bytes=parse_bytes(memory), disk_bytes=None if disk is None else parse_bytes(disk)
-        )
-        try:
-            collection = Collection(folder)
-            name = model or collection.get_meta("model") or "demo"
-            engine = engine or TorchEngine.load(name, dtype=dtype, device=device)
+        limits = parse_bytes(memory), None if disk is None else parse_bytes(disk)
+        if engine is None and model is not None:  # before a folder is made for a model that does not exist
+            engine = TorchEngine.load(model, dtype=dtype, device=device)
+        with ExitStack() as opened:
+            store = opened.enter_context(KVStore.open(folder, memory_bytes=limits[0], disk_bytes=limits[1]))
+            collection = opened.enter_context(Collection(folder))
+            engine = engine or TorchEngine.load(collection.get_meta("model") or "demo", dtype=dtype, device=device)
             settings = _claim(collection, engine, recipe, system)
             encoder = SentenceEmbedder(embedder)
             retriever = HybridRetriever(collection, encoder)
-        except BaseException:
-            store.close()
-            raise
-        return cls(
-            engine, store, retriever, system=settings["system"], recipe=settings["recipe"], mode=str(default_mode),
-            top_k=top_k, collection=collection, embedder=encoder,
-        )  # fmt: skip
+            pipeline = cls(
+                engine, store, retriever, system=settings["system"], recipe=settings["recipe"],
+                mode=str(default_mode), top_k=top_k, collection=collection, embedder=encoder,
+            )  # fmt: skip
+            opened.pop_all()
+        return pipeline
 
     def close(self) -> None:
         """Write what waits to be written and close the store."""
@@ -227,11 +227,17 @@ class RagPipeline:
         """Blend (or prefill) a prompt and decode behind it: what `stream` does once it has its chunks.
 
         ``history`` and ``cache`` hold the tokens, and their KV, that the prompt continues.
+
+        Raises
+        ------
+        PromptTooLongError
+            If history and prompt exceed the model's context; nothing was computed then.
         """
         began = time.perf_counter() if began is None else began
         started = time.perf_counter()
         times = dict(timings or {})
         context = prompt.token_ids if history is None else _joined(history, prompt.token_ids)
+        self.engine.check_room(len(context), _made_of(prompt, history))
         settings, reason = mode.settings, None
         if settings is not None and self.engine.unsupported is not None:
             settings, reason = None, self._fall_back(str(self.engine.unsupported))
@@ -239,10 +245,15 @@ class RagPipeline:
         if settings is not None:
             cache = cache if cache is not None else self.engine.new_cache(len(context) + 64)
             report = self._blend(prompt, cache, mode)
-            times |= report.stages
+            if report is None:
+                reason = "chunk KVs are damaged again and again while they are read: check the disk of the store"
+            else:
+                times |= report.stages
         times["prepare"] = time.perf_counter() - started - (sum(report.stages.values()) if report else 0.0)
         ready = time.perf_counter()
-        decoder = self.engine.decoder(context, cache if report else None, options or GenerationOptions())
+        decoder = self.engine.decoder(
+            context, cache if report else None, options or GenerationOptions(), report.logits if report else None
+        )
 
         def finish() -> Answer:
             first = decoder.first_token_at or time.perf_counter()
@@ -254,18 +265,23 @@ class RagPipeline:
 
         return AnswerStream(iter(decoder), finish)
 
-    def _blend(self, prompt: Prompt, cache: ContiguousCache, mode: Mode) -> BlendReport:
-        """Blend; a chunk that turns out damaged is dropped, computed again, and the blend starts over."""
+    def _blend(self, prompt: Prompt, cache: ContiguousCache, mode: Mode) -> BlendReport | None:
+        """Blend; a chunk that turns out damaged is dropped, computed again, and the blend starts over.
+
+        Returns None when there is no end to the damage.
+        """
         settings = mode.settings
         assert settings is not None
         for _ in range(len(prompt.segments) + 1):
             try:
                 with self.library.source(prompt) as source:
-                    return self.engine.blend(prompt, source, cache, settings)
+                    return self.engine.blend(prompt, source, cache, settings, logits_to_keep=1)
             except DamagedChunkError as error:
                 self.store.discard(error.key, error.reason)
                 self._count("damaged chunk recomputed")
-        raise InputError("chunk KVs are damaged again and again while they are read: check the disk of the store")
+        if self._count("damaged again and again") == 1:
+            _log.warning("chunk KVs are damaged again and again, such prompts are prefilled in full: check the disk")
+        return None
 
     def _fall_back(self, reason: str) -> str:
         """Count a fallback to full prefill and log its first time."""
@@ -309,6 +325,14 @@ def check_store(path: str | Path) -> None:
         raise InputError(f"{path} holds no store; make one with: blendkv ingest CORPUS --store {path}")
 
 
+def _made_of(prompt: Prompt, history: TokenIds | None) -> str:
+    """What the tokens of a context are, for an error."""
+    chunks = [len(s.token_ids) for s in prompt.segments if s.kind == "chunk"]
+    rest = len(prompt) - sum(chunks) - len(prompt.segments[-1].token_ids) + (0 if history is None else len(history))
+    question = len(prompt.segments[-1].token_ids)
+    return f" ({sum(chunks)} in {len(chunks)} chunks, {question} in the question, {rest} before them)"
+
+
 def _joined(history: TokenIds, more: TokenIds) -> TokenIds:
     return as_token_ids([*history.tolist(), *more.tolist()])
 
@@ -327,7 +351,7 @@ def _claim(
         raise InputError(f"unknown recipe {recipe!r}; allowed: system, bos")
     settings = {
         "recipe": recipe or collection.get_meta("recipe") or "system",
-        "system": system if system is not None else collection.get_meta("system") or DEFAULT_SYSTEM,
+        "system": system if system is not None else collection.get_meta("system", DEFAULT_SYSTEM),
     }
     if made_by is None:
         values = {"fingerprint": engine.fingerprint, "model": engine.name, **settings}

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from blendkv.errors import InputError
 from blendkv.types import Prompt, Segment, TokenIds, as_token_ids
 
-DEFAULT_SYSTEM = "Answer the question from the passages. Be brief. If they do not hold the answer, say so."
+DEFAULT_SYSTEM = "You answer questions from the passages that you are given."
+INTRODUCTION = "Read these passages.\n\n"
+INSTRUCTION = "Answer the question from the passages above, in a few words. Do not repeat the question."
+"""Stands behind the passages, where it is always computed fresh: a task named only before them blends worse."""
+
+_log = logging.getLogger(__name__)
 _MARK = "\u2063blendkv\u2063"
 
 
@@ -31,7 +37,7 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self.system = system
         before, self._after = self._frame()
-        ids = self._encode(before)
+        ids = self.encode(before)
         bos = tokenizer.bos_token_id
         if getattr(tokenizer, "chat_template", None) is None and bos is not None:
             ids = [bos, *ids]
@@ -41,12 +47,19 @@ class PromptBuilder:
     def _frame(self) -> tuple[str, str]:
         """The texts before and after the user's words."""
         if getattr(self._tokenizer, "chat_template", None) is None:
-            return f"{self.system}\n\n", "\n\nAnswer:"
-        turns = [{"role": "system", "content": self.system}, {"role": "user", "content": _MARK}]
+            return f"{self.system}\n\n{INTRODUCTION}" if self.system else INTRODUCTION, "\n\nAnswer:"
+        words = f"{INTRODUCTION}{_MARK}"
         try:
-            text = self._render(turns)
-        except Exception:  # templates refuse a system role with an error of their own (Gemma)
-            text = self._render([{"role": "user", "content": f"{self.system}\n\n{_MARK}"}])
+            text = self._render([{"role": "system", "content": self.system}, {"role": "user", "content": words}])
+        except Exception as error:  # templates refuse a system role with an error of their own (Gemma)
+            _log.info("the chat template refuses a system message, it goes into the user's: %s", error)
+            text = ""
+        if self.system.strip() not in text or not text:  # refused, or dropped without a word
+            words = f"{self.system}\n\n{words}" if self.system else words
+            try:
+                text = self._render([{"role": "user", "content": words}])
+            except Exception as error:
+                raise InputError(f"the model's chat template cannot be rendered ({error}); mend it") from error
         if text.count(_MARK) != 1:
             raise InputError("the model's chat template does not keep the user's message as it is; it cannot be used")
         before, after = text.split(_MARK)
@@ -55,14 +68,21 @@ class PromptBuilder:
     def _render(self, turns: Sequence[dict[str, str]]) -> str:
         return str(self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+    def encode(self, text: str, plain: bool = False) -> list[int]:
+        """Token ids of a part of the template; ``plain`` text may spell special tokens without meaning them."""
+        return list(
+            self._tokenizer(text, add_special_tokens=False, split_special_tokens=plain, verbose=False)["input_ids"]
+        )
 
     def _question(self, question: str) -> Segment:
         if not question.strip():
             raise InputError("the question is empty; ask something")
-        text = f"Question: {question.strip()}{self._after}"
-        return Segment("query", as_token_ids(self._encode(text)))
+        try:
+            question.encode()
+        except UnicodeEncodeError:
+            raise InputError("the question holds a lone surrogate; valid Unicode is allowed: mend it") from None
+        asked = self.encode(f"{INSTRUCTION}\nQuestion: {question.strip()}", plain=True)
+        return Segment("query", as_token_ids([*asked, *self.encode(self._after)]))
 
     def first(self, chunks: Sequence[TokenIds], question: str) -> Prompt:
         """The prompt of a first turn."""
@@ -72,9 +92,9 @@ class PromptBuilder:
 
     def next(self, chunks: Sequence[TokenIds], question: str) -> Prompt:
         """The prompt of a later turn, to stand behind the blended history: end of the last answer, chunks, question."""
-        opening = Segment("history", as_token_ids(self._encode(self._opening()))) if self._opening() else None
-        middle = [Segment("chunk", c) for c in chunks]
-        return Prompt((*([opening] if opening else []), *middle, self._question(question)))
+        opening = self._opening() + (INTRODUCTION if chunks else "")
+        before = [Segment("history", as_token_ids(self.encode(opening)))] if opening else []
+        return Prompt((*before, *(Segment("chunk", c) for c in chunks), self._question(question)))
 
     def _opening(self) -> str:
         """The text between an answer and the next user's words."""

@@ -42,7 +42,7 @@ class ModeSamples:
             "selector": settings.selector if settings and self.mode.name == "blend" else None,
             "budget_asked": settings.asked if settings else None,
             "budget_spent": _mean([r.budget_spent for r in self.reports]),
-            "n": max(len(self.fidelity), 0),
+            "n": len(self.fidelity),
             "f1": None,
             "em": None,
             "rouge_l": None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import json
 from typing import Annotated, Literal
 
 import typer
@@ -19,11 +19,13 @@ def ask(
     question: str,
     store: Store,
     mode: Annotated[Literal["full", "reuse", "blend"], typer.Option(help="How to use chunk KV.")] = "blend",
-    selector: Annotated[str, typer.Option(help="Which tokens are recomputed.")] = "head_query",
+    selector: Annotated[str | None, typer.Option(help="Which tokens are recomputed; head_query by default.")] = None,
     budget: Annotated[float | None, typer.Option(help="Share of reusable tokens to recompute, 0 to 1.")] = None,
     model: Annotated[str | None, typer.Option(help="The store's own by default.")] = None,
     top_k: Annotated[int, typer.Option(help="Chunks in the prompt.")] = 6,
-    where: Annotated[list[str] | None, typer.Option(help="KEY=VALUE that a chunk's metadata must have.")] = None,
+    where: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE that a chunk's metadata must have; values of one key: either.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length of the answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     embedder: Annotated[str, typer.Option(help="The one used at ingest.")] = MINILM,
@@ -37,9 +39,11 @@ def ask(
     """Answer a question from a store, with sources and stage times."""
     from blendkv.pipeline import RagPipeline, check_store
 
-    spec = str(Mode("blend", BlendSettings(selector, budget)) if mode == "blend" else Mode(mode))
+    spec = _spec(mode, selector, budget)
     options = GenerationOptions(max_new_tokens=max_new_tokens, temperature=temperature)
-    filters = dict(_pair(w) for w in where or [])
+    filters: dict[str, list[object]] = {}
+    for name, values in map(_pair, where or []):
+        filters.setdefault(name, []).extend(values)
     check_store(store)
     set_threads(threads)
     with RagPipeline.from_store(
@@ -50,20 +54,35 @@ def ask(
             if not as_json:
                 out.print(piece, end="", soft_wrap=True, markup=False)
         answer = stream.answer
+    if not answer.sources:
+        err.print("warning: no passage was found, the answer is the model's own", markup=False)
     if as_json:
         emit("ask", [_row(question, answer)])
         return
     out.print()
     for found in answer.sources:
         err.print(f"source: {found.chunk.id}  score {found.score:.4f}", soft_wrap=True, markup=False)
-    err.print(_times(answer), soft_wrap=True)
+    err.print(_times(answer), soft_wrap=True, markup=False)
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _spec(mode: str, selector: str | None, budget: float | None) -> str:
+    if mode == "blend":
+        return str(Mode("blend", BlendSettings(selector or "head_query", budget)))
+    if selector is not None or budget is not None:
+        raise InputError(f"--mode is {mode}; --selector and --budget are for --mode blend: drop them")
+    return mode
+
+
+def _pair(text: str) -> tuple[str, list[object]]:
+    """The key, and the value as text and as the number, bool or null that it spells."""
     name, sign, value = text.partition("=")
     if not (name and sign):
         raise InputError(f"--where {text!r} is not KEY=VALUE; give for instance --where title=lambda")
-    return name, value
+    try:
+        typed = json.loads(value)
+    except ValueError:
+        return name, [value]
+    return name, [value, typed] if typed is None or isinstance(typed, int | float) else [value]
 
 
 def _row(question: str, answer: Answer) -> dict[str, object]:
@@ -75,11 +94,7 @@ def _row(question: str, answer: Answer) -> dict[str, object]:
         blend = {**fields, "recomputed_tokens": report.recomputed_tokens}
     sources = [{"id": s.chunk.id, "score": s.score, "metadata": dict(s.chunk.metadata)} for s in answer.sources]
     skip = ("sources", "blend_report", "token_ids")
-    plain = {
-        k: v
-        for k, v in asdict(Answer(**{**vars(answer), "sources": (), "blend_report": None})).items()
-        if k not in skip
-    }
+    plain = {name: value for name, value in vars(answer).items() if name not in skip}
     return {"question": question, **plain, "sources": sources, "blend": blend}
 
 

@@ -11,7 +11,7 @@ from blendkv.cli.common import Device, Dtype, Json, describe_machine, emit, err,
 from blendkv.config import format_bytes
 from blendkv.eval.bench.ttft import MODES, TtftResult, TtftSettings, run_ttft
 
-app = typer.Typer(no_args_is_help=True, help="Measured ratios, in one run, with hardware and versions.")
+app = typer.Typer(help="Measured ratios, in one run, with hardware and versions.")
 
 
 @app.callback()
@@ -35,9 +35,11 @@ def ttft(
     """Time to first token of every mode, with the ideal beside it."""
     from blendkv.engines.torch.engine import TorchEngine
 
-    settings = TtftSettings(chunks, chunk_tokens, repeats, threads, modes.split(","), tiers.split(","))
+    settings = TtftSettings(chunks, chunk_tokens, repeats, threads, _names(modes), _names(tiers))
     engine = TorchEngine.load(model, dtype=dtype, device=device)
-    result = run_ttft(engine, settings, (lambda line: None) if as_json else (lambda line: err.print(line)))
+    result = run_ttft(
+        engine, settings, (lambda line: None) if as_json else (lambda line: err.print(line, markup=False))
+    )
     if as_json:
         emit(
             "bench ttft", result.rows, model=model, dtype=engine.dtype, settings=asdict(settings),
@@ -48,6 +50,10 @@ def ttft(
         _show(result, settings, engine.dtype)
     if not result.correct:
         raise typer.Exit(1)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _show(result: TtftResult, settings: TtftSettings, dtype: str) -> None:

@@ -12,11 +12,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from blendkv import __version__
 from blendkv.eval.environment import environment
 
-out = Console(highlight=False)
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 err = Console(stderr=True, highlight=False)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
@@ -40,7 +41,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
     for column in columns:
         shown.add_column(column, overflow="fold")
     for row in rows:
-        shown.add_row(*("-" if cell is None else str(cell) for cell in row))
+        shown.add_row(*(Text("-" if cell is None else str(cell)) for cell in row))
     out.print(shown)
 
 
@@ -74,12 +75,12 @@ class Stages:
 
 @contextmanager
 def stages(units: Mapping[str, str], quiet: bool) -> Iterator[Stages]:
-    """Open the progress bars of a job; ``quiet`` draws nothing."""
+    """Open the progress bars of a job; ``quiet``, or without a terminal, nothing is drawn."""
     columns = (
         TextColumn("{task.description:>10}"), BarColumn(), TaskProgressColumn(),
         TextColumn("{task.completed:,.0f} {task.fields[unit]} {task.fields[rate]}"), TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=err, disable=quiet) as progress:
+    with Progress(*columns, console=err, disable=quiet or not err.is_terminal) as progress:
         yield Stages(progress, units)
 
 

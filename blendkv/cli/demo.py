@@ -30,7 +30,7 @@ def demo(
         raise InputError(f"--questions is {questions}; 1 to {len(QUESTIONS)} are allowed")
     set_threads(threads)
     limit = parse_bytes(precompute_bytes)
-    say = (lambda line: None) if as_json else (lambda line: err.print(line, soft_wrap=True))
+    say = (lambda line: None) if as_json else (lambda line: err.print(line, soft_wrap=True, markup=False))
     with RagPipeline.from_store(store or home() / "demo-store", "demo") as pipeline:
         say("corpus: the Python language reference; model: SmolLM2-135M-Instruct")
         with stages(UNITS, as_json) as progress:
@@ -61,7 +61,9 @@ def _show(result: DemoResult) -> None:
     ]  # fmt: skip
     table(f"{len(result.items)} questions; first: {first.question}", columns, rows)
     for item in result.items[1:]:
-        out.print(f"[b]{item.question}[/b] (passages from {', '.join(item.topics)})", soft_wrap=True)
+        out.print(
+            f"{item.question} (passages from {', '.join(item.topics)})", style="bold", soft_wrap=True, markup=False
+        )
         for mode, answer in item.answers.items():
             out.print(f"  {mode}: {answer}", soft_wrap=True, markup=False)
     out.print(

@@ -59,7 +59,7 @@ def ingest(
             )  # fmt: skip
         _show(report, pipeline.engine.unsupported, as_json)
         for line in report.skipped:
-            err.print(f"skipped: {line}", soft_wrap=True)
+            err.print(f"skipped: {line}", soft_wrap=True, markup=False)
     if report.skipped:
         raise typer.Exit(2)
 
@@ -83,4 +83,4 @@ def _show(report: IngestReport, unsupported: Exception | None, as_json: bool) ->
     if report.kv_left_for_first_use:
         out.print(f"          {report.kv_left_for_first_use} chunks are left for their first use")
     if unsupported is not None:
-        out.print(f"this model is not blended: {unsupported}", soft_wrap=True)
+        out.print(f"this model is not blended: {unsupported}", soft_wrap=True, markup=False)

@@ -11,6 +11,7 @@ import typer
 from blendkv.blend.plan import measure, plan_rows
 from blendkv.cli.common import Device, Dtype, Json, Threads, describe_machine, emit, number, out, set_threads, table
 from blendkv.config import format_bytes
+from blendkv.errors import InputError
 
 
 def plan(
@@ -28,9 +29,12 @@ def plan(
     """Bytes per tier, load against recompute times, and what a gigabyte of KV is worth, measured here."""
     from blendkv.engines.torch.engine import TorchEngine
 
+    where = folder or Path(tempfile.gettempdir())
+    if not where.is_dir():
+        raise InputError(f"--folder {where} is no folder; name one on the disk that is to be measured")
     set_threads(threads)
     engine = TorchEngine.load(model, dtype=dtype, device=device)
-    rates = measure(engine.runner, folder or Path(tempfile.gettempdir()))
+    rates = measure(engine.runner, where)
     rows = plan_rows(engine.runner, tokens, reuse, rates)
     if as_json:
         emit("plan", rows, model=model, tokens=tokens, reuse=reuse, kv_bytes_per_token=engine.kv_bytes_per_token)

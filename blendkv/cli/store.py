@@ -16,7 +16,7 @@ from blendkv.errors import InputError
 from blendkv.pipeline import check_store
 from blendkv.store.tiered import KVStore
 
-app = typer.Typer(no_args_is_help=True, help="Inspect and mend a store.")
+app = typer.Typer(help="Inspect and mend a store.")
 Keys = Annotated[list[str], typer.Argument(help="Chunk keys, or their first digits (at least 8).")]
 
 
@@ -25,8 +25,6 @@ def _open(path: str, disk: str | None = None) -> Iterator[KVStore]:
     check_store(path)
     limit = None if disk is None else parse_bytes(disk)
     with KVStore.open(path, memory_bytes=0, disk_bytes=limit) as store:
-        if store.repair:
-            out.print(f"repaired: {store.repair}")
         yield store
 
 
@@ -111,7 +109,7 @@ def verify(store: Store, as_json: Json = False) -> None:
             f"{report.checked} chunk KVs are whole ({format_bytes(report.bytes)}), {len(report.damaged)} were damaged"
         )
         for key, reason in report.damaged:
-            out.print(f"dropped {key[:16]}: {reason}", soft_wrap=True)
+            out.print(f"dropped {key[:16]}: {reason}", soft_wrap=True, markup=False)
     if report.damaged:
         raise typer.Exit(1)
 
@@ -131,22 +129,35 @@ def gc(store: Store, disk: Disk = None, as_json: Json = False) -> None:
 
 
 @app.command("pin")
-def pin(store: Store, keys: Keys) -> None:
+def pin(store: Store, keys: Keys, as_json: Json = False) -> None:
     """Keep chunks from eviction."""
     with _open(store) as opened:
-        opened.pin(_full_keys(opened, keys))
+        found = _full_keys(opened, keys)
+        opened.pin(found)
+    _done("pin", "pinned", found, as_json)
 
 
 @app.command("unpin")
-def unpin(store: Store, keys: Keys) -> None:
+def unpin(store: Store, keys: Keys, as_json: Json = False) -> None:
     """Let chunks be evicted again."""
     with _open(store) as opened:
-        opened.unpin(_full_keys(opened, keys))
+        found = _full_keys(opened, keys)
+        opened.unpin(found)
+    _done("unpin", "unpinned", found, as_json)
 
 
 @app.command("rm")
-def rm(store: Store, keys: Keys) -> None:
+def rm(store: Store, keys: Keys, as_json: Json = False) -> None:
     """Remove chunk KVs; they are computed again at their next use."""
     with _open(store) as opened:
-        for key in _full_keys(opened, keys):
+        found = _full_keys(opened, keys)
+        for key in found:
             opened.remove(key)
+    _done("rm", "removed", found, as_json)
+
+
+def _done(command: str, what: str, keys: list[str], as_json: bool) -> None:
+    if as_json:
+        emit(f"store {command}", [{"key": key, "did": what} for key in keys])
+    else:
+        out.print(f"{what} {len(keys)} chunk KVs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ def peak_extra_bytes(call: Callable[[], object]) -> int:
         before = torch.cuda.memory_allocated()
         call()
         return int(torch.cuda.max_memory_allocated() - before)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read at its first use; it writes to standard error otherwise
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         call()
     with tempfile.TemporaryDirectory() as folder:

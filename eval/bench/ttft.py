@@ -19,7 +19,7 @@ from blendkv.errors import BlendKVError, InputError
 from blendkv.eval.bench.flops import FlopModel
 from blendkv.eval.bench.ingest import IngestRate, ingest_rate
 from blendkv.eval.bench.memory import peak_extra_bytes
-from blendkv.eval.fidelity import Fidelity, Reference, blended, noise_floor, reference
+from blendkv.eval.fidelity import CONTINUATION, Fidelity, Reference, blended, noise_floor, reference
 from blendkv.eval.rows import ModeSamples
 from blendkv.library import ChunkLibrary
 from blendkv.prompt import PromptBuilder
@@ -51,6 +51,10 @@ class TtftSettings:
         for name in ("chunks", "chunk_tokens", "repeats", "threads"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; at least 1 is allowed")
+        if not (self.modes and self.tiers):
+            raise InputError("no mode, or no tier, is given; name at least one of each")
+        for spec in self.modes:
+            parse_mode(spec)
         if unknown := set(self.tiers) - {"memory", "disk"}:
             raise InputError(f"unknown tier {', '.join(sorted(unknown))}; allowed: memory, disk")
 
@@ -105,6 +109,7 @@ class _Bench:
         self.builder = PromptBuilder(engine.tokenizer)
         chunks = real_chunks(engine, settings.chunks, settings.chunk_tokens)
         self.prompt: Prompt = self.builder.first(chunks, QUESTION)
+        engine.check_room(len(self.prompt) + CONTINUATION, ", 16 of them of the answer")
         self.chunks = chunks
         self.stores = {
             "memory": KVStore.open(None, memory_bytes=1 << 40),
@@ -134,9 +139,9 @@ class _Bench:
         if settings is not None:
             cache = self.engine.new_cache(len(self.prompt) + 1)
             with library.source(self.prompt) as source:
-                report = self.engine.blend(self.prompt, source, cache, settings)
+                report = self.engine.blend(self.prompt, source, cache, settings, logits_to_keep=1)
         ready = time.perf_counter()
-        decoder = self.engine.decoder(self.prompt.token_ids, cache, options)
+        decoder = self.engine.decoder(self.prompt.token_ids, cache, options, report.logits if report else None)
         for _ in decoder:
             pass
         assert decoder.first_token_at is not None

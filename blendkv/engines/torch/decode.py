@@ -5,53 +5,40 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 from transformers import (
     GenerationConfig,
+    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.generation.streamers import BaseStreamer
 
 from blendkv.engines.base import GenerationOptions
 
 _DONE = object()
 
 
-class _Tap(BaseStreamer):
-    """Receives token ids from ``generate`` as they come, the prompt's first."""
+class _Watch(StoppingCriteria):
+    """Hands each new token on and ends the decoding when told so.
 
-    def __init__(self, on_token: Callable[[int], None]) -> None:
+    A streamer would hear of a token only after the decision whether to go on behind it.
+    """
+
+    def __init__(self, on_token: Callable[[int], bool]) -> None:
         self._on_token = on_token
-        self._prompt_seen = False
-
-    def put(self, value: torch.Tensor) -> None:
-        """Called by ``generate``: once with the prompt, then with each new token."""
-        if not self._prompt_seen:
-            self._prompt_seen = True
-            return
-        for token in value.reshape(-1).tolist():
-            self._on_token(token)
-
-    def end(self) -> None:
-        """Nothing is buffered here."""
-
-
-class _Cancelled(StoppingCriteria):
-    def __init__(self, event: threading.Event) -> None:
-        self._event = event
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        return torch.full((input_ids.shape[0],), self._event.is_set(), dtype=torch.bool, device=input_ids.device)
+        ended = self._on_token(int(input_ids[0, -1]))
+        return torch.full((1,), ended, dtype=torch.bool, device=input_ids.device)
 
 
 class Decoder:
-    """One answer in flight. Iterate for text pieces; afterwards ``tokens``, ``first_token_at`` and ``text`` are known.
+    """One answer in flight. Iterate, once, for text pieces; afterwards the attributes are known.
 
     Parameters
     ----------
@@ -59,12 +46,21 @@ class Decoder:
         Of the engine.
     token_ids
         The whole prompt, int64 ``[tokens]``.
-    cache
-        KV of all but the last token of the prompt, or None for a plain prefill.
+    cache, logits
+        KV of the prompt and the logits behind it, ``[1, vocab]``; None for a plain prefill.
     options
         How to decode.
     lock
         The engine's, held while the model runs.
+
+    Attributes
+    ----------
+    tokens, text
+        What was decoded: token ids (one that ends the answer included), and text up to a stop string.
+    first_token_at
+        `time.perf_counter` at the first token.
+    finish_reason
+        ``stop``, ``length`` (of `GenerationOptions`, or of the model's context), or ``cancelled``.
     """
 
     def __init__(
@@ -73,16 +69,18 @@ class Decoder:
         tokenizer: PreTrainedTokenizerBase,
         token_ids: torch.Tensor,
         cache: Any,
+        logits: torch.Tensor | None,
         options: GenerationOptions,
         lock: threading.Lock,
     ) -> None:
         self.tokens: list[int] = []
         self.first_token_at: float | None = None
-        self.finish_reason = "length"
+        self.finish_reason = "cancelled"
         self.text = ""
-        self._model, self._tokenizer, self._options = model, tokenizer, options
-        self._ids, self._cache, self._lock = token_ids, cache, lock
-        self._special = set(tokenizer.all_special_ids)
+        self._model, self._options = model, options
+        self._ids, self._cache, self._logits, self._lock = token_ids, cache, logits, lock
+        self._eos = end_token_ids(model, tokenizer)
+        self._output = TextOutput(tokenizer, options.stop)
         self._cancel = threading.Event()
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -92,27 +90,27 @@ class Decoder:
         return GenerationConfig(
             max_new_tokens=self._options.max_new_tokens,
             do_sample=sampling,
-            temperature=self._options.temperature if sampling else None,
-            top_p=self._options.top_p if sampling else None,
-            top_k=0 if sampling else None,
+            temperature=self._options.temperature if sampling else 1.0,
+            top_p=self._options.top_p if sampling else 1.0,
+            top_k=0 if sampling else 50,  # without sampling: transformers' own default, which it does not warn of
             bos_token_id=own.bos_token_id,
-            eos_token_id=own.eos_token_id if own.eos_token_id is not None else self._tokenizer.eos_token_id,
+            eos_token_id=sorted(self._eos) or None,
             pad_token_id=own.pad_token_id if own.pad_token_id is not None else 0,
         )
 
-    def _received(self, token: int) -> None:
+    def _received(self, token: int) -> bool:
+        """Take a token; return whether it is the last one."""
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         self.tokens.append(token)
-        self._queue.put(token)
+        self._queue.put(self._output.push(token))
+        return self._output.stopped or self._cancel.is_set()
 
     def _generate(self) -> None:
         try:
-            extra: dict[str, Any] = {}
-            if self._cache is not None:
-                extra["past_key_values"] = self._cache
-            if self._options.stop:
-                extra |= {"stop_strings": list(self._options.stop), "tokenizer": self._tokenizer}
+            extra = {}
+            if self._cache is not None and self._logits is not None:
+                extra = {"past_key_values": self._cache, "custom_generate": _behind(self._cache, self._logits)}
             with self._lock, torch.inference_mode():
                 if self._options.seed is not None:
                     torch.manual_seed(self._options.seed)
@@ -120,47 +118,99 @@ class Decoder:
                     self._ids[None],
                     attention_mask=torch.ones_like(self._ids[None]),
                     generation_config=self._config(),
-                    streamer=_Tap(self._received),
-                    stopping_criteria=StoppingCriteriaList([_Cancelled(self._cancel)]),
+                    stopping_criteria=StoppingCriteriaList([_Watch(self._received)]),
                     **extra,
                 )
+            self._queue.put(self._output.flush())
             self._queue.put(_DONE)
         except BaseException as error:
             self._queue.put(error)
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Generator[str, None, None]:
         worker = threading.Thread(target=self._generate, name="blendkv-decode", daemon=True)
         worker.start()
-        cutter = StopCutter(self._options.stop)
-        shown = ""
         try:
             while (item := self._queue.get()) is not _DONE:
                 if isinstance(item, BaseException):
                     raise item
-                decoded = self._decoded()
-                if decoded.endswith("\N{REPLACEMENT CHARACTER}"):
-                    continue  # a character whose bytes are not all here yet
-                piece = cutter.push(decoded[len(shown) :])
-                shown = decoded
-                if piece:
-                    self.text += piece
-                    yield piece
-            if rest := cutter.push(self._decoded()[len(shown) :]) + cutter.flush():
-                self.text += rest
-                yield rest
-            ended = cutter.cut or (self.tokens and len(self.tokens) < self._options.max_new_tokens)
-            self.finish_reason = "stop" if ended or self._ends_with_eos() else "length"
+                if item:
+                    self.text += item
+                    yield item
+            ended = self._output.stopped or self.tokens[-1] in self._eos
+            self.finish_reason = "stop" if ended else "length"
         finally:
             self._cancel.set()
             worker.join()
 
-    def _ends_with_eos(self) -> bool:
-        eos = self._config().eos_token_id
-        return bool(self.tokens) and self.tokens[-1] in (eos if isinstance(eos, list) else [eos])
 
-    def _decoded(self) -> str:
-        kept = [t for t in self.tokens if t not in self._special]
-        return str(self._tokenizer.decode(kept, clean_up_tokenization_spaces=False))
+def _behind(cache: Any, logits: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """``generate``'s decoding method behind a context whose KV is in ``cache`` and whose next logits are known.
+
+    ``generate`` itself would run the context's last token a second time for them.
+    """
+
+    def decode(
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> torch.Tensor:
+        row = logits
+        while True:
+            scores = logits_processor(input_ids, row.float())
+            if generation_config.do_sample:
+                token = torch.multinomial(scores.softmax(-1), 1)
+            else:
+                token = scores.argmax(-1, keepdim=True)
+            input_ids = torch.cat((input_ids, token), -1)
+            if bool(stopping_criteria(input_ids, None).all()):
+                return input_ids
+            row = model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+
+    return decode
+
+
+def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Tokens that end an answer: the model's own, or else the tokenizer's."""
+    own = model.generation_config.eos_token_id
+    own = tokenizer.eos_token_id if own is None else own
+    return frozenset(own if isinstance(own, list) else [] if own is None else [own])
+
+
+class TextOutput:
+    """Turns tokens into text as they come: whole characters, without special tokens, up to a stop string."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._special = set(tokenizer.all_special_ids)
+        self._cutter = StopCutter(stops)
+        self._tokens: list[int] = []
+        self._passed = ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has come."""
+        return self._cutter.cut
+
+    def push(self, token: int) -> str:
+        """Add a token and return what can be shown; the bytes of a character that is not whole yet are held back."""
+        if token not in self._special:
+            self._tokens.append(token)
+        return self._pass_on(self._text().rstrip("\N{REPLACEMENT CHARACTER}"))
+
+    def flush(self) -> str:
+        """The rest, at the end of the answer."""
+        return self._pass_on(self._text()) + self._cutter.flush()
+
+    def _pass_on(self, text: str) -> str:
+        piece = self._cutter.push(text[len(self._passed) :])
+        self._passed = text
+        return piece
+
+    def _text(self) -> str:
+        return str(self._tokenizer.decode(self._tokens, clean_up_tokenization_spaces=False))
 
 
 class StopCutter:
@@ -176,10 +226,10 @@ class StopCutter:
         if self.cut:
             return ""
         self._held += text
-        found = [at for s in self._stops if (at := self._held.find(s)) >= 0]
-        if found:
+        found = [(at + len(s), at) for s in self._stops if (at := self._held.find(s)) >= 0]
+        if found:  # the one that ends first counts, however the text was cut into pieces
             self.cut = True
-            return self._take(min(found))
+            return self._take(min(found)[1])
         keep = max((n for s in self._stops for n in range(1, len(s)) if self._held.endswith(s[:n])), default=0)
         return self._take(len(self._held) - keep)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -12,8 +13,8 @@ from blendkv.blend import BlendReport, BlendSettings, blend, collect
 from blendkv.engines.base import GenerationOptions, KVSource
 from blendkv.engines.fingerprint import fingerprint_folder, fingerprint_model
 from blendkv.engines.torch.cache import ContiguousCache
-from blendkv.engines.torch.decode import Decoder
-from blendkv.engines.torch.load import load_model, resolve_folder
+from blendkv.engines.torch.decode import Decoder, end_token_ids
+from blendkv.engines.torch.load import DEMO, load_model, resolve_folder
 from blendkv.engines.torch.runner import TorchRunner, context_of
 from blendkv.errors import ModelLoadError, PromptTooLongError, UnsupportedModelError
 from blendkv.types import ChunkKV, Prompt, Recipe, TokenIds, to_tensor
@@ -60,7 +61,9 @@ class TorchEngine:
         """
         folder = resolve_folder(model)
         loaded, tokenizer = load_model(folder, dtype, device)
-        return cls(loaded, tokenizer, name=model, fingerprint=fingerprint_folder(folder))
+        # An absolute path: a store remembers its model by name and may be opened from another folder.
+        name = str(folder.absolute()) if Path(model).expanduser().is_dir() and model != DEMO else model
+        return cls(loaded, tokenizer, name=name, fingerprint=fingerprint_folder(folder))
 
     @property
     def dtype(self) -> str:
@@ -70,9 +73,7 @@ class TorchEngine:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end an answer."""
-        own = self.model.generation_config.eos_token_id
-        own = self.tokenizer.eos_token_id if own is None else own
-        return frozenset(own if isinstance(own, list) else [] if own is None else [own])
+        return end_token_ids(self.model, self.tokenizer)
 
     @property
     def runner(self) -> TorchRunner:
@@ -110,25 +111,43 @@ class TorchEngine:
         with self.lock:
             return blend(self.runner, prompt, source, cache, settings, logits_to_keep)
 
-    def decoder(self, token_ids: TokenIds, cache: ContiguousCache | None, options: GenerationOptions) -> Decoder:
-        """Decode behind ``token_ids``, the whole context; ``cache`` holds the KV of all of it, None means full prefill.
+    def check_room(self, tokens: int, made_of: str = "") -> None:
+        """Refuse a context of ``tokens`` that leaves no room for an answer; ``made_of`` says what they are.
 
-        The last token is run once more, by the model's own attention, for the first token's logits.
+        Raises
+        ------
+        PromptTooLongError
+            If so.
+        """
+        if tokens >= self.context:
+            raise PromptTooLongError(
+                f"the prompt has {tokens} tokens{made_of}; the context of {self.name} holds {self.context}, the answer "
+                "included: ask for fewer or smaller chunks (--top-k), or shorten the question"
+            )
+
+    def decoder(
+        self,
+        token_ids: TokenIds,
+        cache: ContiguousCache | None,
+        options: GenerationOptions,
+        logits: torch.Tensor | None = None,
+    ) -> Decoder:
+        """Decode behind ``token_ids``, the whole context.
+
+        ``cache`` and ``logits`` ``[1, vocab]`` are what a blend of all of it left; without them it is prefilled now.
 
         Raises
         ------
         PromptTooLongError
             If the context leaves no room for the first new token.
         """
-        room = self.context - len(token_ids)
-        if room < 1:
-            raise PromptTooLongError(
-                f"prompt has {len(token_ids)} tokens; the model's context holds {self.context} with the answer: "
-                "use fewer or smaller chunks"
-            )
-        if cache is not None:
-            cache.crop_to(len(token_ids) - 1)
+        self.check_room(len(token_ids))
         allowed = GenerationOptions(
-            min(options.max_new_tokens, room), options.temperature, options.top_p, options.stop, options.seed
+            min(options.max_new_tokens, self.context - len(token_ids)),
+            options.temperature,
+            options.top_p,
+            options.stop,
+            options.seed,
         )
-        return Decoder(self.model, self.tokenizer, to_tensor(token_ids, self.model.device), cache, allowed, self.lock)
+        ids = to_tensor(token_ids, self.model.device)
+        return Decoder(self.model, self.tokenizer, ids, cache, logits, allowed, self.lock)

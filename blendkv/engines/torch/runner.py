@@ -81,6 +81,10 @@ class TorchRunner:
             for i, m in enumerate(modules)
             if type(m).__name__.endswith("RotaryEmbedding") and not list(m.children())
         }
+        for module in self._rotary.values():
+            # Frequencies must depend on the text at hand, not on what the model has seen before.
+            if getattr(module, "rope_type", None) == "dynamic":
+                module.register_forward_pre_hook(_forget_length)
         vocab = self.config.vocab_size
         token_ids = torch.linspace(vocab // 7, vocab - 1 - vocab // 5, PROBE_TOKENS, device=self.device).long()
         try:
@@ -160,6 +164,12 @@ class TorchRunner:
                 f"the model's attention differs from softmax attention with its scale, window, soft-cap and sinks "
                 f"(KL {gap:.2g} nats on {n} tokens, allowed {allowed:g}): use full prefill"
             )
+
+
+def _forget_length(module: Any, inputs: Any) -> None:
+    """Forward pre-hook of a dynamic NTK module: transformers keeps the longest length seen, we start from none."""
+    module.max_seq_len_cached = module.original_max_seq_len
+    module.register_buffer("inv_freq", module.original_inv_freq.to(module.inv_freq.device), persistent=False)
 
 
 class _CausalSession:
