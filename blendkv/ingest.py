@@ -13,7 +13,7 @@ from blendkv.errors import DocumentError, InputError
 from blendkv.library import ChunkLibrary
 from blendkv.retrieval.collection import Collection, SyncReport
 from blendkv.retrieval.embed import Embedder
-from blendkv.retrieval.load import load_corpus, source_names
+from blendkv.retrieval.load import MAX_DOCUMENT_BYTES, load_corpus, source_names
 from blendkv.retrieval.split import Splitter
 from blendkv.types import Document, TokenIds, chunk_key
 
@@ -56,6 +56,7 @@ def ingest(
     precompute_bytes: int | None = None,
     chunk_tokens: int = 384,
     prune: bool = False,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
     progress: IngestProgress | None = None,
 ) -> IngestReport:
     """Bring collection, indexes and store in line with ``sources``.
@@ -74,6 +75,8 @@ def ingest(
         Target size of a chunk.
     prune
         Remove documents that the sources no longer hold, and their chunk KVs; nothing, if a document could not be read.
+    max_document_bytes
+        Larger files, and rows of JSONL and CSV files, are refused from their size.
     progress
         See `IngestProgress`.
 
@@ -91,7 +94,9 @@ def ingest(
     began = time.perf_counter()
     interrupted = collection.get_meta(_SYNCING, False)
     collection.set_meta(_SYNCING, True)
-    report = _sync(collection, library, sources, chunk_tokens, skipped, prune, tell)
+    documents = load_corpus(sources, on_skip=skipped.append, max_document_bytes=max_document_bytes)
+    splitter = Splitter(library.engine.tokenizer, chunk_tokens)
+    report = _sync(collection, splitter, documents, source_names(sources) if prune else None, skipped, tell)
     removed = _drop_stale(library, collection) if interrupted or report.changed or report.removed else 0
     collection.set_meta(_SYNCING, False)
     seconds["documents"] = time.perf_counter() - began
@@ -116,32 +121,32 @@ def ingest(
 
 def _sync(
     collection: Collection,
-    library: ChunkLibrary,
-    sources: Sequence[str | Path],
-    chunk_tokens: int,
+    splitter: Splitter,
+    documents: Iterator[Document],
+    pruned: Sequence[str] | None,
     skipped: list[DocumentError],
-    prune: bool,
     tell: IngestProgress,
 ) -> SyncReport:
-    """Bring the collection in line with the sources; what cannot be read is added to ``skipped``."""
-    splitter = Splitter(library.engine.tokenizer, chunk_tokens)
+    """Bring the collection in line with the documents; what cannot be read is added to ``skipped``.
+
+    ``pruned`` names the sources of which documents that did not come are removed; None removes nothing.
+    """
     seen: set[str] = set()
 
-    def documents() -> Iterator[Document]:
-        for document in load_corpus(sources, on_skip=skipped.append):
+    def noted() -> Iterator[Document]:
+        for document in documents:
             seen.add(document.id)
             yield document
 
     report = collection.sync(
-        documents(), splitter, on_skip=skipped.append, progress=lambda done, total: tell("documents", done, total)
+        noted(), splitter, on_skip=skipped.append, progress=lambda done, total: tell("documents", done, total)
     )
-    if not prune:
+    if pruned is None:
         return report
     if skipped:  # one of them may be a document that is stored and only cannot be read today
         _log.warning("nothing was pruned, because %d documents could not be read", len(skipped))
         return report
-    names = source_names(sources)
-    stale = [d for d in collection.document_ids() if d not in seen and _is_of(d, names)]
+    stale = [d for d in collection.document_ids() if d not in seen and _is_of(d, pruned)]
     for document_id in stale:
         collection.remove_document(document_id)
     return replace(report, removed=len(stale))

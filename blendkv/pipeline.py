@@ -24,6 +24,7 @@ from blendkv.library import ChunkLibrary
 from blendkv.prompt import DEFAULT_SYSTEM, PromptBuilder
 from blendkv.retrieval.collection import Collection
 from blendkv.retrieval.embed import MINILM, Embedder, SentenceEmbedder
+from blendkv.retrieval.load import MAX_DOCUMENT_BYTES
 from blendkv.retrieval.retriever import HybridRetriever, RetrievedChunk, Retriever
 from blendkv.store.tiered import KVStore
 from blendkv.types import Prompt, RecipeKind, TokenIds, as_token_ids
@@ -78,7 +79,7 @@ class RagPipeline:
         recipe: RecipeKind | None = None,
         system: str | None = None,
         top_k: int = TOP_K,
-        embedder: str = MINILM,
+        embedder: str | None = None,
         memory: str = "2GB",
         disk: str | None = None,
         dtype: str = "auto",
@@ -124,7 +125,7 @@ class RagPipeline:
             collection = opened.enter_context(Collection(folder))
             engine = engine or TorchEngine.load(collection.get_meta("model") or "demo", dtype=dtype, device=device)
             settings = _claim(collection, engine, recipe, system)
-            encoder = SentenceEmbedder(embedder)
+            encoder = SentenceEmbedder(embedder or MINILM)
             retriever = HybridRetriever(collection, encoder)
             pipeline = cls(
                 engine, store, retriever, system=settings["system"], recipe=settings["recipe"],
@@ -155,6 +156,7 @@ class RagPipeline:
         precompute_bytes: int | None = None,
         chunk_tokens: int = 384,
         prune: bool = False,
+        max_document_bytes: int = MAX_DOCUMENT_BYTES,
         progress: IngestProgress | None = None,
     ) -> IngestReport:
         """Load, split, embed and index ``sources``, then compute the chunk KVs; see `blendkv.ingest.ingest`."""
@@ -162,7 +164,8 @@ class RagPipeline:
             raise InputError("this pipeline has a retriever of its own and no collection; ingest with from_store(...)")
         return ingest(
             self.collection, self.embedder, self.library, sources, precompute=precompute,
-            precompute_bytes=precompute_bytes, chunk_tokens=chunk_tokens, prune=prune, progress=progress,
+            precompute_bytes=precompute_bytes, chunk_tokens=chunk_tokens, prune=prune,
+            max_document_bytes=max_document_bytes, progress=progress,
         )  # fmt: skip
 
     @property

@@ -12,6 +12,7 @@ from blendkv.engines.base import GenerationOptions
 from blendkv.eval.fidelity import Fidelity, Reference, blended, noise_floor, reference
 from blendkv.eval.rows import ModeSamples
 from blendkv.pipeline import RagPipeline
+from blendkv.retrieval.load import PYTHON_REFERENCE
 from blendkv.retrieval.retriever import RetrievedChunk
 from blendkv.types import Prompt
 
@@ -29,6 +30,7 @@ QUESTIONS = (
     "How do decorators, default parameter values and annotations of a function definition get evaluated?",
     "What is the difference between a global and a nonlocal statement, and how are names resolved in a class body?",
 )
+CORPUS = PYTHON_REFERENCE
 ANSWER_TOKENS = 40
 REPEATS = 3
 

@@ -50,7 +50,8 @@ def open_file(path: Path, limit: int | None) -> BinaryIO:
             raise DocumentError(f"{shown(path)}: the file is empty; remove it or fill it")
         if limit is not None and info.st_size > limit:
             raise DocumentError(
-                f"{shown(path)}: {info.st_size} bytes; at most {limit} are allowed: split the file or raise the limit"
+                f"{shown(path)}: {info.st_size} bytes; at most {limit} are allowed: split the file, or raise the "
+                "limit (max-document-bytes)"
             )
         return path.open("rb")
     except FileNotFoundError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import numpy.typing as npt
 
 from blendkv.retrieval.artifacts import open_artifact
 from blendkv.retrieval.collection import Collection
+
+logging.getLogger("bm25s").setLevel(logging.WARNING)  # its import sets DEBUG
 
 # Kana, Han and Hangul are written without spaces: there every character is a word.
 _UNSPACED = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"

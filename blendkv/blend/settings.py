@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,7 @@ from blendkv.blend.shift import SHIFT_KINDS, ShiftKind
 from blendkv.errors import InputError
 
 ModeName = Literal["full", "reuse", "blend"]
+_SUFFIXES: dict[str, ShiftKind] = {"+shift": "js", "-shift": "off", "+mean": "mean"}
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,12 @@ class Mode:
         if self.blend is None:
             return self.name
         default = self.blend.shift is None or self.blend.shift == self.blend.rule.shift
-        suffix = "" if default else ("-shift" if self.blend.shift == "off" else "+shift")
-        return f"blend:{self.blend.selector}@{self.blend.asked:g}{suffix}"
+        suffix = "" if default else next(text for text, kind in _SUFFIXES.items() if kind == self.blend.shift)
+        return f"blend:{self.blend.selector}@{self.blend.asked:.15g}{suffix}"
 
 
 def parse_mode(spec: str) -> Mode:
-    """Read ``full``, ``reuse`` or ``blend[:SELECTOR][@BUDGET][+shift|-shift]``.
+    """Read ``full``, ``reuse`` or ``blend[:SELECTOR][@BUDGET][+shift|-shift|+mean]``.
 
     Raises
     ------
@@ -79,19 +81,16 @@ def parse_mode(spec: str) -> Mode:
     """
     if spec in ("full", "reuse"):
         return Mode(spec)  # type: ignore[arg-type]
-    kind, _, rest = spec.partition(":")
-    shift: ShiftKind | None = None
-    for suffix, value in (("+shift", "js"), ("-shift", "off")):
-        if rest.endswith(suffix):
-            rest, shift = rest.removesuffix(suffix), value  # type: ignore[assignment]
-    name, at, number = rest.partition("@")
+    form = re.fullmatch(r"blend(?::([^@+-]*))?(?:@((?:[^@+-]|(?<=e)[+-](?=\d))*))?([+-]\w+)?", spec)
     try:
-        budget = float(number) if at else None
+        budget = float(form[2]) if form and form[2] is not None else None
     except ValueError:
         budget = math.nan
-    if kind != "blend" or (budget is not None and math.isnan(budget)):
+    suffix = form and form[3]
+    if form is None or (budget is not None and math.isnan(budget)) or (suffix and suffix not in _SUFFIXES):
         raise InputError(
             f"unknown mode {spec!r}; allowed: full, reuse, blend:SELECTOR@BUDGET, for instance blend:head_query@0.05 "
-            f"(selectors: {', '.join(SELECTORS.names())})"
+            f"(selectors: {', '.join(SELECTORS.names())}; +shift, -shift or +mean may follow)"
         )
-    return Mode("blend", BlendSettings(name or "head_query", budget, shift))
+    shift = _SUFFIXES[suffix] if suffix else None
+    return Mode("blend", BlendSettings(form[1] or "head_query", budget, shift))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from blendkv.answer import Answer
-from blendkv.blend import BlendSettings, Mode
 from blendkv.cli.common import Device, Disk, Dtype, Json, Memory, Store, Threads, emit, err, out, set_threads
-from blendkv.engines.base import GenerationOptions
 from blendkv.errors import InputError
-from blendkv.retrieval.embed import MINILM
+
+if TYPE_CHECKING:
+    from blendkv.answer import Answer
 
 
 def ask(
@@ -28,7 +27,7 @@ def ask(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length of the answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    embedder: Annotated[str, typer.Option(help="The one used at ingest.")] = MINILM,
+    embedder: Annotated[str | None, typer.Option(help="The one used at ingest; minilm by default.")] = None,
     memory: Memory = "2GB",
     disk: Disk = None,
     dtype: Dtype = "auto",
@@ -37,6 +36,7 @@ def ask(
     as_json: Json = False,
 ) -> None:
     """Answer a question from a store, with sources and stage times."""
+    from blendkv.engines.base import GenerationOptions
     from blendkv.pipeline import RagPipeline, check_store
 
     spec = _spec(mode, selector, budget)
@@ -66,6 +66,8 @@ def ask(
 
 
 def _spec(mode: str, selector: str | None, budget: float | None) -> str:
+    from blendkv.blend import BlendSettings, Mode
+
     if mode == "blend":
         return str(Mode("blend", BlendSettings(selector or "head_query", budget)))
     if selector is not None or budget is not None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from blendkv.cli.common import Device, Dtype, Json, describe_machine, emit, err, number, out, table
 from blendkv.config import format_bytes
-from blendkv.eval.bench.ttft import MODES, TtftResult, TtftSettings, run_ttft
+
+if TYPE_CHECKING:
+    from blendkv.eval.bench.ttft import TtftResult, TtftSettings
 
 app = typer.Typer(help="Measured ratios, in one run, with hardware and versions.")
 
@@ -22,7 +24,7 @@ def group() -> None:
 @app.command("ttft")
 def ttft(
     model: Annotated[str, typer.Option(help="Model folder, hub id, or demo.")] = "demo",
-    modes: Annotated[str, typer.Option(help="Mode specs, comma-separated.")] = ",".join(MODES),
+    modes: Annotated[str | None, typer.Option(help="Mode specs, comma-separated.")] = None,
     chunks: Annotated[int, typer.Option(help="Chunks in the prompt.")] = 6,
     chunk_tokens: Annotated[int, typer.Option(help="Tokens per chunk.")] = 400,
     repeats: Annotated[int, typer.Option(help="Timed rounds.")] = 5,
@@ -34,8 +36,10 @@ def ttft(
 ) -> None:
     """Time to first token of every mode, with the ideal beside it."""
     from blendkv.engines.torch.engine import TorchEngine
+    from blendkv.eval.bench.ttft import MODES, TtftSettings, run_ttft
 
-    settings = TtftSettings(chunks, chunk_tokens, repeats, threads, _names(modes), _names(tiers))
+    asked = MODES if modes is None else _names(modes)
+    settings = TtftSettings(chunks, chunk_tokens, repeats, threads, asked, _names(tiers))
     engine = TorchEngine.load(model, dtype=dtype, device=device)
     result = run_ttft(
         engine, settings, (lambda line: None) if as_json else (lambda line: err.print(line, markup=False))
@@ -43,7 +47,8 @@ def ttft(
     if as_json:
         emit(
             "bench ttft", result.rows, model=model, dtype=engine.dtype, settings=asdict(settings),
-            correct=result.correct, budget_one_kl=result.budget_one.kl, noise_floor_kl=result.noise.kl,
+            correct=result.correct, left_out=result.left_out,
+            budget_one_kl=result.budget_one.kl, noise_floor_kl=result.noise.kl,
             ingest={**asdict(result.ingest), "ratio": result.ingest.ratio},
         )  # fmt: skip
     else:
@@ -64,6 +69,8 @@ def _show(result: TtftResult, settings: TtftSettings, dtype: str) -> None:
     table(
         f"{settings.chunks} chunks x {settings.chunk_tokens} tokens, {dtype}", columns, [_cells(r) for r in result.rows]
     )
+    for line in result.left_out:
+        out.print(f"left out: {line}", soft_wrap=True, markup=False)
     out.print(f"budget 1: KL {result.budget_one.kl:.2g}; rounding of full prefill itself: {result.noise.kl:.2g}")
     if not result.correct:
         out.print("[b]correctness is red: budget 1 differs from full prefill, no speed-up is given[/b]")

@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from blendkv import __version__
-from blendkv.eval.environment import environment
 
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 err = Console(stderr=True, highlight=False)
@@ -31,6 +30,8 @@ Threads = Annotated[int | None, typer.Option(help="CPU threads of torch.", min=1
 
 def emit(command: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:
     """Print the command's JSON object: command, version, environment, rows, and what else it has to say."""
+    from blendkv.eval.environment import environment
+
     result = {"command": command, "version": __version__, "environment": environment(), "rows": list(rows), **more}
     sys.stdout.write(json.dumps(result, indent=2, default=str) + "\n")
 
@@ -52,6 +53,8 @@ def number(value: float | None, digits: int = 3) -> str | None:
 
 def describe_machine() -> str:
     """One line of hardware and versions, to stand under every measured table."""
+    from blendkv.eval.environment import environment
+
     e = environment()
     versions = f"torch {e['torch']}, transformers {e['transformers']}, blendkv {e['blendkv']}"
     return f"{e['cpu']} ({e['cpu_isa']}), {e['threads']} threads, {versions}, {e['date']}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,18 +12,20 @@ from blendkv.cli.common import Json, Threads, describe_machine, emit, err, numbe
 from blendkv.cli.ingest import UNITS
 from blendkv.config import format_bytes, home, parse_bytes
 from blendkv.errors import InputError
-from blendkv.eval.demo import QUESTIONS, DemoResult, run_demo
-from blendkv.retrieval.load import PYTHON_REFERENCE
+
+if TYPE_CHECKING:
+    from blendkv.eval.demo import DemoResult
 
 
 def demo(
     store: Annotated[Path | None, typer.Option(help="Folder of the demo's store; kept between runs.")] = None,
     precompute_bytes: Annotated[str, typer.Option(help="KV computed at ingest; the rest at first use.")] = "1GB",
-    questions: Annotated[int, typer.Option(help=f"How many of the {len(QUESTIONS)} questions.")] = 3,
+    questions: Annotated[int, typer.Option(help="How many of the demo's questions.")] = 3,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Ingest the Python language reference and answer from it: full prefill, full reuse and blends side by side."""
+    from blendkv.eval.demo import CORPUS, QUESTIONS, run_demo
     from blendkv.pipeline import RagPipeline
 
     if not 1 <= questions <= len(QUESTIONS):
@@ -34,9 +36,7 @@ def demo(
     with RagPipeline.from_store(store or home() / "demo-store", "demo") as pipeline:
         say("corpus: the Python language reference; model: SmolLM2-135M-Instruct")
         with stages(UNITS, as_json) as progress:
-            report = pipeline.ingest(
-                [PYTHON_REFERENCE], precompute="lazy", precompute_bytes=limit, prune=True, progress=progress
-            )
+            report = pipeline.ingest([CORPUS], precompute="lazy", precompute_bytes=limit, prune=True, progress=progress)
         say(
             f"{pipeline.documents} topics, {report.chunks} chunks, {report.tokens:,} tokens "
             f"({format_bytes(report.tokens * pipeline.engine.kv_bytes_per_token)} of KV); KV is computed now for at "
@@ -60,10 +60,9 @@ def _show(result: DemoResult) -> None:
         for row in result.rows
     ]  # fmt: skip
     table(f"{len(result.items)} questions; first: {first.question}", columns, rows)
-    for item in result.items[1:]:
-        out.print(
-            f"{item.question} (passages from {', '.join(item.topics)})", style="bold", soft_wrap=True, markup=False
-        )
+    for n, item in enumerate(result.items, 1):
+        line = f"{n}. {item.question} ({item.prompt_tokens} tokens; passages from {', '.join(item.topics)})"
+        out.print(line, style="bold", soft_wrap=True, markup=False)
         for mode, answer in item.answers.items():
             out.print(f"  {mode}: {answer}", soft_wrap=True, markup=False)
     out.print(

@@ -6,13 +6,11 @@ import importlib.util
 import tempfile
 from typing import Annotated
 
-import torch
 import typer
 
 from blendkv.cli.common import Json, describe_machine, emit, out, table
 from blendkv.config import home
 from blendkv.errors import BlendKVError
-from blendkv.eval.environment import package_versions
 
 
 def doctor(
@@ -37,6 +35,8 @@ def _row(part: str, name: str, works: bool, detail: str) -> dict[str, str | bool
 
 
 def _packages() -> list[dict[str, str | bool]]:
+    from blendkv.eval.environment import package_versions
+
     return [_row("package", n, v is not None, v or "not installed") for n, v in package_versions().items()]
 
 
@@ -45,6 +45,8 @@ def _engines() -> list[dict[str, str | bool]]:
 
 
 def _kernels() -> list[dict[str, str | bool]]:
+    import torch
+
     cpu = torch.backends.cpu.get_cpu_capability()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
     return [_row("kernels", "torch", True, f"CPU {cpu}; {gpu}")]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from blendkv.cli.common import Device, Disk, Dtype, Json, Memory, Store, Threads, emit, err, out, set_threads, stages
 from blendkv.config import parse_bytes
-from blendkv.ingest import IngestReport
-from blendkv.retrieval.embed import MINILM
+
+if TYPE_CHECKING:
+    from blendkv.ingest import IngestReport
 
 UNITS = {"documents": "documents", "embed": "chunks", "kv": "tokens"}
 
@@ -24,8 +25,9 @@ def ingest(
     recipe: Annotated[Literal["system", "bos"] | None, typer.Option(help="What stands before a chunk.")] = None,
     system: Annotated[str | None, typer.Option(help="The system message of the prompts.")] = None,
     chunk_tokens: Annotated[int, typer.Option(help="Target size of a chunk.")] = 384,
-    embedder: Annotated[str, typer.Option(help="minilm, or a sentence-transformers model.")] = MINILM,
+    embedder: Annotated[str | None, typer.Option(help="minilm (default), or a sentence-transformers model.")] = None,
     prune: Annotated[bool, typer.Option("--prune", help="Remove documents that the corpus no longer holds.")] = False,
+    max_document_bytes: Annotated[str, typer.Option(help="Larger files and rows are refused.")] = "32MiB",
     memory: Memory = "2GB",
     disk: Disk = None,
     dtype: Dtype = "auto",
@@ -55,6 +57,7 @@ def ingest(
         with stages(UNITS, as_json) as progress:
             report = pipeline.ingest(
                 corpus, precompute=precompute, precompute_bytes=limit, chunk_tokens=chunk_tokens, prune=prune,
+                max_document_bytes=parse_bytes(max_document_bytes),
                 progress=progress,
             )  # fmt: skip
         _show(report, pipeline.engine.unsupported, as_json)

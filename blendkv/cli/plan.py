@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from blendkv.blend.plan import measure, plan_rows
 from blendkv.cli.common import Device, Dtype, Json, Threads, describe_machine, emit, number, out, set_threads, table
 from blendkv.config import format_bytes
 from blendkv.errors import InputError
@@ -27,6 +26,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Bytes per tier, load against recompute times, and what a gigabyte of KV is worth, measured here."""
+    from blendkv.blend.plan import measure, plan_rows
     from blendkv.engines.torch.engine import TorchEngine
 
     where = folder or Path(tempfile.gettempdir())

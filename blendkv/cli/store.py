@@ -6,15 +6,16 @@ import datetime
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from blendkv.cli.common import Disk, Json, Store, emit, out, table
 from blendkv.config import format_bytes, parse_bytes
 from blendkv.errors import InputError
-from blendkv.pipeline import check_store
-from blendkv.store.tiered import KVStore
+
+if TYPE_CHECKING:
+    from blendkv.store.tiered import KVStore
 
 app = typer.Typer(help="Inspect and mend a store.")
 Keys = Annotated[list[str], typer.Argument(help="Chunk keys, or their first digits (at least 8).")]
@@ -22,6 +23,9 @@ Keys = Annotated[list[str], typer.Argument(help="Chunk keys, or their first digi
 
 @contextmanager
 def _open(path: str, disk: str | None = None) -> Iterator[KVStore]:
+    from blendkv.pipeline import check_store
+    from blendkv.store.tiered import KVStore
+
     check_store(path)
     limit = None if disk is None else parse_bytes(disk)
     with KVStore.open(path, memory_bytes=0, disk_bytes=limit) as store:

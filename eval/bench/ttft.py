@@ -61,12 +61,16 @@ class TtftSettings:
 
 @dataclass
 class TtftResult:
-    """Rows per (mode, tier), the correctness check, and the ingest rate beside plain prefill."""
+    """Rows per (mode, tier), the correctness check, and the ingest rate beside plain prefill.
+
+    ``left_out`` has a line per mode that cannot run on this model, such as a budget below its rule's floor.
+    """
 
     rows: list[dict[str, Any]]
     budget_one: Fidelity
     noise: Fidelity
     ingest: IngestRate
+    left_out: list[str]
 
     @property
     def correct(self) -> bool:
@@ -200,26 +204,36 @@ def _run(bench: _Bench, tell: Callable[[str], None]) -> TtftResult:
         for tier in settings.tiers
         if parse_mode(spec).settings is not None or tier == settings.tiers[0]
     ]
+    left_out: dict[str, str] = {}
     for lane in lanes:
-        mode = lane.samples.mode
         tell(f"fidelity and memory of {lane.spec}")
-        lane.samples.fidelity.append(bench.fidelity(truth, mode.settings))
-        if mode.settings is not None:
-            lane.peak = bench.peak(mode.settings)
-        bench.first_token(lane)  # warm-up
-        lane.samples.ttft.clear()
-        lane.stages.clear()
+        try:
+            _prepare(bench, lane, truth)
+        except InputError as error:
+            left_out[lane.spec] = f"{lane.spec}: {error}"
+    lanes = [lane for lane in lanes if lane.spec not in left_out]
     for turn in range(settings.repeats):
         tell(f"time to first token, round {turn + 1}/{settings.repeats}")
         for lane in lanes:
             bench.first_token(lane)
     tell("ingest rate against plain batched prefill")
     rate = ingest_rate(engine, bench.chunks, bench.builder.prefix)
-    result = TtftResult([], budget_one, noise_floor(engine, bench.prompt, truth), rate)
+    result = TtftResult([], budget_one, noise_floor(engine, bench.prompt, truth), rate, list(left_out.values()))
     flops = FlopModel(engine.runner)
     full = next((lane.samples for lane in lanes if lane.samples.mode.settings is None), None)
     result.rows = [_row(lane, full if result.correct else None, flops, len(bench.prompt)) for lane in lanes]
     return result
+
+
+def _prepare(bench: _Bench, lane: _Lane, truth: Reference) -> None:
+    """Fidelity, memory and a warm-up of one lane."""
+    settings = lane.samples.mode.settings
+    lane.samples.fidelity.append(bench.fidelity(truth, settings))
+    if settings is not None:
+        lane.peak = bench.peak(settings)
+    bench.first_token(lane)
+    lane.samples.ttft.clear()
+    lane.stages.clear()
 
 
 def _row(lane: _Lane, full: ModeSamples | None, flops: FlopModel, tokens: int) -> dict[str, Any]:

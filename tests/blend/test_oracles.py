@@ -89,8 +89,8 @@ def test_a_moved_chunk_is_the_chunk_computed_there(runners, rng, name):
         runner.forward(to_tensor(ids), positions, At())
     assert len(seen) == len(runner.layers)
     for k_gap, v_gap, size in seen.values():
-        assert k_gap <= 1e-4 * max(1.0, float(size))
-        assert v_gap <= 1e-4 * max(1.0, float(size))
+        assert k_gap <= 1e-3 * max(1.0, float(size))
+        assert v_gap <= 1e-3 * max(1.0, float(size))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])

@@ -200,7 +200,7 @@ def test_demo(cli, deep, tmp_path, monkeypatch):
 
     corpus = write_corpus(tmp_path / "corpus")
     monkeypatch.setattr(TorchEngine, "load", classmethod(lambda cls, name, **options: deep))
-    monkeypatch.setattr("blendkv.cli.demo.PYTHON_REFERENCE", str(corpus))
+    monkeypatch.setattr("blendkv.eval.demo.CORPUS", str(corpus))
     arguments = ("demo", "--store", tmp_path / "s", "--questions", 1, "--threads", 1)
     found = whole(cli(*arguments, "--json"), "demo")
     assert [set(row) for row in found["rows"]] == [SUMMARY] * len(found["rows"])
