@@ -10,6 +10,7 @@ from tiny import FAMILIES, ROPES, build, build_rope, random_ids, seed_of_run
 from worlds import ListSource, World, garbage
 
 from blendkv.blend import SELECTORS, BlendSettings, collect
+from blendkv.blend.rotation import same_rotation
 from blendkv.engines.torch.runner import TorchRunner
 from blendkv.types import Recipe, as_token_ids, to_tensor
 
@@ -58,9 +59,13 @@ def test_the_control_fails(runners, rng, name):
 def test_one_chunk_behind_its_own_prefix_is_exact_at_budget_zero(runners, rng, name):
     world = World.make(runners(name), rng, chunks=1)
     report, gap = world.blend(BlendSettings("strided", 0.0))
-    assert gap <= TOLERANCE
     assert report.budget_spent == 0.0
-    assert report.exact_tokens == len(world.system.token_ids) + len(world.chunks[0].token_ids)
+    if report.exact_tokens < world.stored_tokens():
+        # Frequencies of dynamic NTK and LongRoPE depend on the length: KV of a short text is not exact in a long one.
+        assert name in ("rope-dynamic", "rope-longrope")
+        assert not same_rotation(world.runner, world.stored_tokens(), report.total_tokens)
+        return
+    assert gap <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", MODELS)
