@@ -42,6 +42,8 @@ def demo(
             f"({format_bytes(report.tokens * pipeline.engine.kv_bytes_per_token)} of KV); KV is computed now for at "
             f"most {format_bytes(limit)}, for the other {report.kv_left_for_first_use} chunks at their first use"
         )
+        times = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in report.seconds.items())
+        say(f"ingest took: {times}; {report.kv_tokens:,} tokens of KV were computed")
         result = run_demo(pipeline, QUESTIONS[:questions], tell=say)
     if as_json:
         emit("demo", result.rows, items=[asdict(item) for item in result.items])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import os
 import shutil
 import tempfile
@@ -126,7 +128,8 @@ def _convert_gguf(package: Path, target: Path) -> None:
     """Write a plain checkpoint: transformers reads a GGUF model but does not save it."""
     transformers_logging.disable_progress_bar()
     name = next(package.glob("*.gguf")).name
-    source = AutoModelForCausalLM.from_pretrained(package, gguf_file=name, dtype=torch.float32)
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that transformers' switch does not reach
+        source = AutoModelForCausalLM.from_pretrained(package, gguf_file=name, dtype=torch.float32)
     plain = {k: v for k, v in source.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
     config = type(source.config).from_dict(plain)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
