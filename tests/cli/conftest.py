@@ -6,29 +6,10 @@ import shutil
 from dataclasses import dataclass
 
 import pytest
-from tiny_hub import (
-    SYSTEM,
-    BagEmbedder,
-    deep,
-    gemma,
-    gemma_folder,
-    gpt2,
-    gpt2_folder,
-    llama,
-    llama_folder,
-    mla_folder,
-    other_folder,
-    own_logging,
-    write_corpus,
-)
+from tiny_hub import SYSTEM, BagEmbedder, write_corpus
 
 from blendkv.cli.main import main
 from blendkv.pipeline import RagPipeline
-
-__all__ = [
-    "deep", "gemma", "gemma_folder", "gpt2", "gpt2_folder", "llama", "llama_folder", "mla_folder", "other_folder",
-    "own_logging",
-]  # fmt: skip
 
 
 @dataclass
