@@ -7,19 +7,27 @@ import re
 from pathlib import Path
 from typing import Any
 
-import bm25s
 import numpy as np
 import numpy.typing as npt
 
 from blendkv.retrieval.artifacts import open_artifact
 from blendkv.retrieval.collection import Collection
 
-logging.getLogger("bm25s").setLevel(logging.WARNING)  # its import sets DEBUG
-
 # Kana, Han and Hangul are written without spaces: there every character is a word.
 _UNSPACED = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
 _WORD = rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+"
 _ROWS = "rows.npy"
+
+
+def _library() -> Any:
+    """bm25s, imported when it is first needed: it imports numba where that is installed, which takes a second.
+
+    vLLM's CPU platform also fails to start in a process that has numba loaded (seen in 0.32).
+    """
+    import bm25s
+
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # its import sets DEBUG
+    return bm25s
 
 
 class LexicalIndex:
@@ -60,6 +68,7 @@ class LexicalIndex:
         for row, text in self._collection.texts():
             rows.append(row)
             texts.append(text)
+        bm25s = _library()
         words = bm25s.tokenize(texts, lower=True, token_pattern=_WORD, stopwords=None, show_progress=False)
         # bm25s cannot index a corpus without a word; such a folder holds the rows only.
         if words.vocab:
@@ -73,7 +82,7 @@ def _read(folder: Path) -> tuple[Any, npt.NDArray[np.int64]]:
     rows = np.load(folder / _ROWS, mmap_mode="r")
     if not (folder / "params.index.json").exists():
         return None, rows
-    bm25 = bm25s.BM25.load(folder, mmap=True, show_progress=False)
+    bm25 = _library().BM25.load(folder, mmap=True, show_progress=False)
     if bm25.scores["num_docs"] != len(rows):
         raise ValueError(f"{bm25.scores['num_docs']} texts for {len(rows)} rows")
     return bm25, rows

