@@ -38,12 +38,17 @@ class PromptSource:
 
 @dataclass
 class LibraryCounts:
-    """What a library did: chunks found, computed (missing), tokens computed, seconds of computing."""
+    """What a library did: chunks found, computed (missing), tokens computed, seconds of computing.
+
+    ``failed_lookups`` and ``not_stored`` count chunks that the store could not look up (computed instead) or take.
+    """
 
     hits: int = 0
     computed: int = 0
     computed_tokens: int = 0
     seconds: float = 0.0
+    failed_lookups: int = 0
+    not_stored: int = 0
 
 
 class ChunkLibrary:
@@ -82,18 +87,31 @@ class ChunkLibrary:
         if len(token_ids) == 0:
             return None
         key = chunk_key(self.engine.fingerprint, self.start, token_ids)
-        found = self.store.get(key, token_ids)
+        found = self._look_up(key, token_ids)
         if found is not None:
             return found
         kv = self.engine.collect(self.start, [token_ids], None)[0]
         self._keep(kv)
         return kv
 
+    def _look_up(self, key: str, token_ids: TokenIds) -> ChunkReader | None:
+        """A reader from the store; a store that fails is a miss, because the KV can be computed."""
+        try:
+            return self.store.get(key, token_ids)
+        except StoreError as error:
+            self.counts.failed_lookups += 1
+            if self.counts.failed_lookups == 1:
+                _log.warning("the store fails, chunk KVs are computed instead (said once): %s", error)
+            return None
+
     def _keep(self, kv: ChunkKV) -> None:
+        """Store in the background; the answer needs the KV, not its storage."""
         try:
             self.store.put_async(kv)
-        except StoreError as error:  # the answer needs the KV, not its storage; the store counts what it refuses
-            _log.warning("a chunk KV was not stored: %s", error)
+        except StoreError as error:
+            self.counts.not_stored += 1
+            if self.counts.not_stored == 1:
+                _log.warning("chunk KVs are not stored (said once): %s", error)
 
     def _prefix(self) -> ChunkKV | None:
         ids = as_token_ids(self.recipe.prefix)
@@ -126,7 +144,7 @@ class ChunkLibrary:
             name = ids.tobytes()
             if segment.kind != "chunk" or name in found or name in missing:
                 continue
-            reader = self.store.get(self.key(ids), ids)
+            reader = self._look_up(self.key(ids), ids)
             if reader is None:
                 missing[name] = ids
             else:
