@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from blendkv.answer import Answer, AnswerStream
 from blendkv.blend import Mode
 from blendkv.engines.base import GenerationOptions
 from blendkv.engines.torch.cache import ContiguousCache
+from blendkv.engines.torch.engine import TorchEngine
+from blendkv.prompt import PromptBuilder
+from blendkv.retrieval.retriever import Retriever
 from blendkv.types import Prompt, Segment, TokenIds, as_token_ids
 
-if TYPE_CHECKING:
-    from blendkv.pipeline import RagPipeline
+
+class Answers(Protocol):
+    """What a conversation asks of a pipeline."""
+
+    @property
+    def engine(self) -> TorchEngine:
+        """The engine, whose caches hold the history."""
+
+    @property
+    def retriever(self) -> Retriever:
+        """Finds the chunks of a turn."""
+
+    @property
+    def prompts(self) -> PromptBuilder:
+        """Builds the prompt of a turn."""
+
+    def answer(self, prompt: Prompt, mode: Mode, *args: Any, **options: Any) -> AnswerStream:
+        """Blend and decode behind a history; see `blendkv.pipeline.RagPipeline.answer`."""
 
 
 class ChatSession:
@@ -26,7 +45,7 @@ class ChatSession:
         The answers so far.
     """
 
-    def __init__(self, pipeline: RagPipeline, mode: Mode, k: int) -> None:
+    def __init__(self, pipeline: Answers, mode: Mode, k: int) -> None:
         self.answers: list[Answer] = []
         self._pipeline, self._mode, self._k = pipeline, mode, k
         self._seen: set[str] = set()
