@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+from blendkv.engines.torch.engine import TorchEngine
 from blendkv.errors import DocumentError, InputError
 from blendkv.library import ChunkLibrary
 from blendkv.retrieval.collection import Collection, SyncReport
@@ -49,6 +50,7 @@ class IngestReport:
 def ingest(
     collection: Collection,
     embedder: Embedder,
+    engine: TorchEngine,
     library: ChunkLibrary,
     sources: Sequence[str | Path],
     *,
@@ -63,8 +65,8 @@ def ingest(
 
     Parameters
     ----------
-    collection, embedder, library
-        What is searched, what embeds, and who computes and keeps chunk KVs.
+    collection, embedder, engine, library
+        What is searched, what embeds, whose tokenizer splits, and who computes and keeps chunk KVs.
     sources
         Files, folders, ``hf:NAME``, ``python-reference``; see `blendkv.retrieval.load.load_corpus`.
     precompute
@@ -95,7 +97,7 @@ def ingest(
     interrupted = collection.get_meta(_SYNCING, False)
     collection.set_meta(_SYNCING, True)
     documents = load_corpus(sources, on_skip=skipped.append, max_document_bytes=max_document_bytes)
-    splitter = Splitter(library.engine.tokenizer, chunk_tokens)
+    splitter = Splitter(engine.tokenizer, chunk_tokens)
     report = _sync(collection, splitter, documents, source_names(sources) if prune else None, skipped, tell)
     removed = _drop_stale(library, collection) if interrupted or report.changed or report.removed else 0
     collection.set_meta(_SYNCING, False)
@@ -108,7 +110,7 @@ def ingest(
     computed, tokens, left = 0, 0, 0
     began = time.perf_counter()
     limit = 0 if precompute == "lazy" and precompute_bytes is None else precompute_bytes
-    if library.engine.unsupported is None:
+    if engine.unsupported is None:
         start = (library.counts.computed, library.counts.computed_tokens)
         left = library.precompute(_chunk_ids(collection), limit, lambda done, total: tell("kv", done, total))
         computed, tokens = library.counts.computed - start[0], library.counts.computed_tokens - start[1]

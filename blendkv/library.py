@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from blendkv.engines.torch.engine import TorchEngine
+from blendkv.engines.base import ChunkEngine
 from blendkv.errors import DamagedChunkError, StoreError, StoreFullError
 from blendkv.store.base import ChunkReader
 from blendkv.store.prefetch import LayerPrefetcher
@@ -64,10 +64,10 @@ class ChunkLibrary:
         Token ids of the prompt's system segment.
     """
 
-    def __init__(self, engine: TorchEngine, store: KVStore, kind: RecipeKind, system_prefix: TokenIds) -> None:
+    def __init__(self, engine: ChunkEngine, store: KVStore, kind: RecipeKind, system_prefix: TokenIds) -> None:
         self.engine, self.store, self.kind = engine, store, kind
         self.system_prefix = system_prefix
-        bos = engine.tokenizer.bos_token_id
+        bos = engine.bos_token_id
         before = system_prefix if kind == "system" else as_token_ids([] if bos is None else [bos])
         self.recipe = Recipe(kind, tuple(int(t) for t in before), engine.dtype)
         self.start = Recipe("system", (), engine.dtype)

@@ -163,7 +163,7 @@ class RagPipeline:
         if self.collection is None or self.embedder is None:
             raise InputError("this pipeline has a retriever of its own and no collection; ingest with from_store(...)")
         return ingest(
-            self.collection, self.embedder, self.library, sources, precompute=precompute,
+            self.collection, self.embedder, self.engine, self.library, sources, precompute=precompute,
             precompute_bytes=precompute_bytes, chunk_tokens=chunk_tokens, prune=prune,
             max_document_bytes=max_document_bytes, progress=progress,
         )  # fmt: skip

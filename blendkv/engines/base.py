@@ -12,6 +12,7 @@ from blendkv.errors import InputError
 from blendkv.kernels.attention import AttentionParams
 from blendkv.kernels.rotation import Pairing
 from blendkv.store.base import ChunkReader
+from blendkv.types import ChunkKV, Recipe, TokenIds
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,34 @@ class KVSink(Protocol):
 
     def finish(self, total: int) -> None:
         """All layers are committed: ``length`` becomes ``total``."""
+        ...
+
+
+class ChunkEngine(Protocol):
+    """What computes chunk KVs: an engine, as far as `blendkv.library.ChunkLibrary` needs one."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the model."""
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype of KV, such as ``bfloat16``."""
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The tokenizer's BOS, if it has one."""
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The model."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all layers."""
+
+    def collect(self, recipe: Recipe, chunks: Sequence[TokenIds], prefix: ChunkKV | None) -> list[ChunkKV]:
+        """Compute chunk KVs alone; see `blendkv.blend.collect`."""
         ...
 
 

@@ -71,6 +71,11 @@ class TorchEngine:
         return str(self.model.dtype).removeprefix("torch.")
 
     @property
+    def bos_token_id(self) -> int | None:
+        """The tokenizer's BOS, if it has one."""
+        return self.tokenizer.bos_token_id
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end an answer."""
         return end_token_ids(self.model, self.tokenizer)
