@@ -36,6 +36,15 @@ def last_logits(runner, world, settings, source=None):
     return report.logits, set(report.selected.tolist())
 
 
+def most_ties(name, runner):
+    """How many tokens may change places because their scores are equal but for rounding.
+
+    Behind a sliding window at layer 0 most tokens see no other chunk there, so their deviations at layer 1 are all nil.
+    """
+    nil = SELECTORS.get(name).needs.startswith("deviation") and runner.layers[0].params.window is not None
+    return runner.context if nil else 4
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_runner_equality(tiny_checkpoint, family):
     from vllm import SamplingParams
@@ -57,9 +66,9 @@ def test_runner_equality(tiny_checkpoint, family):
             (one, chosen), (other, also) = last_logits(theirs, world, settings), last_logits(ours, here, settings)
             if chosen == also:
                 assert (one - other).abs().max() < 1e-3, name
-            else:  # scores that are equal but for rounding may change places
+            else:
                 assert SELECTORS.get(name).needs != "nothing"
-                assert len(chosen ^ also) <= 4, name
+                assert len(chosen ^ also) <= most_ties(name, theirs), name
         exact, _ = last_logits(theirs, world, BlendSettings("head_query", 1.0))
         assert (exact - here.full()[-exact.shape[0] :]).abs().max() < 1e-3
         sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5, detokenize=False)
