@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from blendkv.engines.base import ChunkEngine
+from blendkv.engines.base import ChunkEngine, kv_bytes_per_token
 from blendkv.errors import DamagedChunkError, StoreError, StoreFullError
 from blendkv.store.base import ChunkReader
 from blendkv.store.prefetch import LayerPrefetcher
@@ -38,7 +37,7 @@ class PromptSource:
 
 @dataclass
 class LibraryCounts:
-    """What a library did: chunks found, computed (missing), tokens computed, seconds of computing.
+    """What a library did: chunks found, computed (missing), tokens computed.
 
     ``failed_lookups`` and ``not_stored`` count chunks that the store could not look up (computed instead) or take.
     """
@@ -46,7 +45,6 @@ class LibraryCounts:
     hits: int = 0
     computed: int = 0
     computed_tokens: int = 0
-    seconds: float = 0.0
     failed_lookups: int = 0
     not_stored: int = 0
 
@@ -126,10 +124,7 @@ class ChunkLibrary:
         """Compute chunks alone, several in one pass, and store them in the background."""
         prefix = self._prefix() if chunks else None
         for batch in batches(chunks, PASS_TOKENS):
-            began = time.perf_counter()
-            computed = self.engine.collect(self.recipe, batch, prefix)
-            self.counts.seconds += time.perf_counter() - began
-            for kv in computed:
+            for kv in self.engine.collect(self.recipe, batch, prefix):
                 self.counts.computed += 1
                 self.counts.computed_tokens += len(kv.token_ids)
                 self._keep(kv)
@@ -193,7 +188,7 @@ class ChunkLibrary:
 
     def _wanted(self, chunks: Sequence[TokenIds], max_bytes: int | None) -> tuple[list[TokenIds], int]:
         """The chunks to compute, and the number of those for which there is no room in ``max_bytes`` or the store."""
-        per_token = self.engine.kv_bytes_per_token
+        per_token = kv_bytes_per_token(self.engine.runner)
         limits = [b for b in (max_bytes, self.store.stat().tiers[-1].limit) if b is not None]
         room = min(limits, default=None)
         wanted: list[TokenIds] = []

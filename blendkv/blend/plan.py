@@ -5,24 +5,19 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from blendkv.engines.base import LayerSpec, ModelRunner
-from blendkv.kernels import AttentionParams, selected_attention
+from blendkv.blend.causal import CausalSession
+from blendkv.engines.base import ModelRunner, kv_bytes_per_token
 
 _SAMPLE_BYTES = 64 << 20
 _SAMPLE_TOKENS = 256
 _ROUNDS = 3
-
-
-def kv_bytes_per_token(layers: Sequence[LayerSpec], element_size: int) -> int:
-    """Bytes of K and V of one token over all layers."""
-    return sum(spec.kv_bytes(element_size) for spec in layers)
 
 
 @dataclass(frozen=True)
@@ -34,13 +29,6 @@ class Rates:
     prefill_s_per_token: float
 
 
-class _Causal:
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        return selected_attention(q, k, v, torch.arange(q.shape[0], device=q.device), params)
-
-
 def measure(runner: ModelRunner, folder: Path) -> Rates:
     """Time a copy in memory, a cold read of a file in ``folder``, and a short prefill; best of three each."""
     block = torch.from_numpy(np.random.default_rng(0).integers(0, 255, _SAMPLE_BYTES, dtype=np.uint8))
@@ -50,7 +38,7 @@ def measure(runner: ModelRunner, folder: Path) -> Rates:
     ids = torch.arange(3, 3 + tokens, device=runner.device)
     positions = torch.arange(tokens, device=runner.device)
     with torch.inference_mode():
-        prefill = min(_timed(lambda: runner.forward(ids, positions, _Causal())) for _ in range(_ROUNDS))
+        prefill = min(_timed(lambda: runner.forward(ids, positions, CausalSession())) for _ in range(_ROUNDS))
     return Rates(_SAMPLE_BYTES / copy, _SAMPLE_BYTES / _cold_read(folder, block), prefill / tokens)
 
 
@@ -83,8 +71,7 @@ def plan_rows(runner: ModelRunner, tokens: int, reuse: float, rates: Rates) -> l
     ``break_even_budget`` is the share r at which recomputing r of the tokens takes as long as loading them all:
     r T_prefill = bytes / bandwidth. Loading below that share hides behind the blend.
     """
-    element = torch.empty(0, dtype=runner.dtype).element_size()
-    size = kv_bytes_per_token(runner.layers, element) * tokens
+    size = kv_bytes_per_token(runner) * tokens
     prefill = rates.prefill_s_per_token * tokens
     rows: list[dict[str, float | str]] = []
     for tier, bandwidth in (("memory", rates.memory_bytes_per_s), ("disk", rates.disk_bytes_per_s)):

@@ -82,6 +82,12 @@ class ModelRunner(Protocol):
         ...
 
 
+def kv_bytes_per_token(runner: ModelRunner) -> int:
+    """Bytes of K and V of one token over all layers."""
+    size = torch.empty(0, dtype=runner.dtype).element_size()
+    return sum(spec.kv_bytes(size) for spec in runner.layers)
+
+
 class KVSource(Protocol):
     """Stored KV of a prompt's segments, layer by layer."""
 
@@ -133,10 +139,6 @@ class ChunkEngine(Protocol):
     @property
     def runner(self) -> ModelRunner:
         """The model."""
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V of one token over all layers."""
 
     def collect(self, recipe: Recipe, chunks: Sequence[TokenIds], prefix: ChunkKV | None) -> list[ChunkKV]:
         """Compute chunk KVs alone; see `blendkv.blend.collect`."""

@@ -35,14 +35,17 @@ class Blending:
     def ids(self):
         return self.world.prompt.token_ids.tolist()
 
-    def request(self, mode=None, salt=None, segments=None):
+    def request(self, mode=None, salt=None, segments=None, named=True):
         """(prompt, sampling parameters) of 4 greedy tokens."""
         from vllm import SamplingParams
 
         cut = segments or [[s.kind, len(s.token_ids)] for s in self.world.prompt.segments]
         extra = {"kv_transfer_params": {"blendkv": {"segments": cut, "mode": mode}}} if mode else None
         sampling = SamplingParams(max_tokens=4, temperature=0.0, logprobs=1, detokenize=False, extra_args=extra)
-        return {"prompt_token_ids": self.ids, **({"cache_salt": salt} if salt else {})}, sampling
+        return {
+            "prompt_token_ids": self.ids,
+            **({"cache_salt": f"{mode}|{salt}" if named else salt} if salt else {}),
+        }, sampling
 
     def ask(self, *requests, **one):
         """(token ids, log-probability of each) of a request, or a list of them for several in one step."""
@@ -137,11 +140,12 @@ def test_a_missing_chunk_is_computed_and_stored(blending):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"mode": "blend:strided@0.3"}, "no cache_salt"),
-        ({"mode": "blend:best@0.3", "salt": "a"}, "unknown selector"),
+        ({"mode": "blend:strided@0.3"}, "cache_salt"),
+        ({"mode": "blend:strided@0.3", "salt": "blend:strided@0.5|a", "named": False}, "cache_salt"),
+        ({"mode": "blend:best@0.3", "salt": "a"}, "parameters"),
         (
             {"mode": "blend:strided@0.3", "salt": "b", "segments": [["chunk", 3], ["query", 2]]},
-            "segments do not add up",
+            "segments",
         ),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from blendkv.blend import BlendReport, BlendSettings, blend, collect
-from blendkv.engines.base import GenerationOptions, KVSource
+from blendkv.engines.base import GenerationOptions, KVSource, kv_bytes_per_token
 from blendkv.engines.fingerprint import fingerprint_folder, fingerprint_model
 from blendkv.engines.torch.cache import ContiguousCache
 from blendkv.engines.torch.decode import Decoder, end_token_ids
@@ -97,8 +97,7 @@ class TorchEngine:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers."""
-        size = torch.empty(0, dtype=self.model.dtype).element_size()
-        return sum(spec.kv_bytes(size) for spec in self.runner.layers)
+        return kv_bytes_per_token(self.runner)
 
     def collect(self, recipe: Recipe, chunks: Sequence[TokenIds], prefix: ChunkKV | None) -> list[ChunkKV]:
         """Compute chunk KVs alone; see `blendkv.blend.collect`."""

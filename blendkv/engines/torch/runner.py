@@ -17,10 +17,11 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from blendkv.blend.causal import CausalSession
 from blendkv.blend.rotation import PROBE_TOKENS, probe_layers
 from blendkv.engines.base import AttentionSession, LayerSpec, StopForward
 from blendkv.errors import UnsupportedModelError
-from blendkv.kernels import AttentionParams, selected_attention
+from blendkv.kernels import AttentionParams
 
 _SESSION: ContextVar[AttentionSession] = ContextVar("blendkv_session")
 _IMPLEMENTATION = "blendkv"
@@ -155,7 +156,7 @@ class TorchRunner:
         n = min(48, self.context)
         ids = torch.arange(n, device=self.device) * 7919 % (self.config.vocab_size - 1)
         own = self.model(input_ids=ids[None], use_cache=False).logits[0].float()
-        seen = self.forward(ids, torch.arange(n, device=self.device), _CausalSession(), n)
+        seen = self.forward(ids, torch.arange(n, device=self.device), CausalSession(), n)
         assert seen is not None
         gap = float((own.log_softmax(-1).exp() * (own.log_softmax(-1) - seen.float().log_softmax(-1))).sum(-1).mean())
         allowed = 1e-5 if self.dtype in (torch.float32, torch.float64) else 0.05
@@ -170,15 +171,6 @@ def _forget_length(module: Any, inputs: Any) -> None:
     """Forward pre-hook of a dynamic NTK module: transformers keeps the longest length seen, we start from none."""
     module.max_seq_len_cached = module.original_max_seq_len
     module.register_buffer("inv_freq", module.original_inv_freq.to(module.inv_freq.device), persistent=False)
-
-
-class _CausalSession:
-    """Plain causal attention through the blend's own kernel."""
-
-    def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
-    ) -> torch.Tensor:
-        return selected_attention(q, k, v, torch.arange(q.shape[0], device=q.device), params)
 
 
 def context_of(config: Any) -> int:

@@ -1,9 +1,9 @@
 """`BlendConnector`: vLLM asks it for KV of a prompt, it answers with blended chunk KV.
 
 A request is blended when its ``kv_transfer_params`` hold
-``{"blendkv": {"segments": [[kind, tokens], ...], "mode": SPEC}}`` and, with prefix caching on, a ``cache_salt``:
-approximate KV must never be found by an exact request. Every other request, and every fault on the way, is prefilled in
-full and counted.
+``{"blendkv": {"segments": [[kind, tokens], ...], "mode": SPEC}}`` and, with prefix caching on, a ``cache_salt`` that
+begins with the mode: approximate KV is never found by an exact request, nor by other settings. Every other request,
+and every fault on the way, is prefilled in full and counted.
 """
 
 from __future__ import annotations
@@ -35,6 +35,14 @@ class BlendMetadata(KVConnectorMetadata):
     """What the scheduler tells the worker in one step."""
 
     loads: list[Load] = field(default_factory=list)
+
+
+class _NotBlendedError(InputError):
+    """Why a request is prefilled in full; ``reason`` is one of a few words, to be counted."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -87,32 +95,31 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         try:
             return self._checked(wanted, request)
-        except (InputError, TypeError, ValueError, KeyError) as error:
-            self._full_prefill(str(error).partition(":")[0], error)
-            return None
+        except _NotBlendedError as error:
+            self._full_prefill(error.reason, error)
+        except (InputError, TypeError, ValueError, KeyError, IndexError) as error:
+            self._full_prefill("parameters", error)
+        return None
 
     def _checked(self, wanted: dict[str, Any], request: Any) -> _Plan:
         segments = tuple((str(kind), int(tokens)) for kind, tokens in wanted["segments"])
-        settings = parse_mode(wanted.get("mode", "blend:head_query@0.05")).settings
-        if self._prefix_caching and request.cache_salt is None:
-            raise InputError(
-                "no cache_salt: with prefix caching on, blended requests need one that exact ones never use"
+        mode = parse_mode(wanted.get("mode", "blend:head_query@0.05"))
+        salt = request.cache_salt
+        if mode.settings is None:
+            raise _NotBlendedError("mode", "the mode is full: leave blendkv out of kv_transfer_params")
+        if self._prefix_caching and not (salt or "").startswith(str(mode)):
+            raise _NotBlendedError(
+                "cache_salt", f"cache_salt is {salt!r}; with prefix caching it must begin with {mode}"
             )
         if self._groups != 1:
-            raise InputError(
-                f"{self._groups} KV cache groups: only models with one kind of attention are blended in vLLM"
-            )
+            raise _NotBlendedError("groups", f"the model has {self._groups} KV cache groups; one is blended in vLLM")
         if request.prompt_token_ids is None or request.mm_features or request.lora_request is not None:
-            raise InputError("not a plain prompt: embeddings, multimodal input and LoRA are not blended")
-        if settings is None:
-            raise InputError("mode is full: leave blendkv out of kv_transfer_params")
+            raise _NotBlendedError("input", "embeddings, multimodal input and LoRA are not blended")
         if sum(n for _, n in segments) != request.num_prompt_tokens or min(n for _, n in segments) < 1:
-            raise InputError(f"segments do not add up to the prompt: {segments} for {request.num_prompt_tokens} tokens")
+            raise _NotBlendedError("segments", f"{segments} are not the prompt's {request.num_prompt_tokens} tokens")
         if segments[-1][0] != "query" or segments[-1][1] < 2 or not {k for k, _ in segments} <= set(_KINDS):
-            raise InputError(
-                f"segments must be {', '.join(_KINDS)} and end with a query of 2 tokens or more: {segments}"
-            )
-        return _Plan(segments, settings)
+            raise _NotBlendedError("segments", f"{segments}: kinds are {', '.join(_KINDS)}; a query of 2 ends them")
+        return _Plan(segments, mode.settings)
 
     def _full_prefill(self, reason: str, error: BaseException) -> None:
         self.outcomes[reason] += 1
@@ -153,7 +160,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
                 self._blender().blend(load, self._pages(forward_context))
                 self.outcomes["blended"] += 1
             except Exception as error:  # whatever it is, the request can be prefilled
-                self._failed_blocks.update(load.block_ids)
+                self._failed_blocks.update(load.block_ids[load.written // self._vllm_config.cache_config.block_size :])
                 self._full_prefill(type(error).__name__, error)
 
     def _blender(self) -> BlendWorker:

@@ -91,12 +91,6 @@ class BlendWorker:
         self._block_size = config.cache_config.block_size
         self.store = KVStore.open(folder, memory_bytes=MEMORY_BYTES)
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of K and V of one token over all layers."""
-        size = torch.empty(0, dtype=self.runner.dtype).element_size()
-        return sum(spec.kv_bytes(size) for spec in self.runner.layers)
-
     def collect(self, recipe: Recipe, chunks: Sequence[TokenIds], prefix: ChunkKV | None) -> list[ChunkKV]:
         """Compute chunk KVs alone; see `blendkv.blend.collect`."""
         return collect(self.runner, self.fingerprint, recipe, chunks, prefix)
