@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -85,6 +85,38 @@ class TierStat:
     misses: int = 0
     evictions: Mapping[str, int] = field(default_factory=dict)
     damaged: int = 0
+
+
+@dataclass(frozen=True)
+class IndexEntry:
+    """What the index knows of a chunk's content."""
+
+    key: str
+    fingerprint: str
+    recipe: Recipe
+    token_ids: TokenIds
+
+
+class IndexReader(Protocol):
+    """The index of a store as those read it who look for chunks by their content.
+
+    All calls see what every process has committed, and raise `StoreError` if the index cannot be read.
+    """
+
+    def version(self) -> int:
+        """A number that differs from the last one if any chunk was added, removed, pinned or noted as used since."""
+
+    def count(self) -> int:
+        """Number of chunks."""
+
+    def keys(self) -> set[str]:
+        """The keys of all chunks."""
+
+    def changed_since(self, tick: int) -> list[tuple[str, int, int]]:
+        """(key, bytes of the file, tick) of what was added or used after ``tick``, oldest first; ticks start at 1."""
+
+    def entries(self, keys: Sequence[str]) -> list[IndexEntry]:
+        """The entries of those of ``keys`` that are there, in no order."""
 
 
 class Tier(Protocol):

@@ -7,14 +7,16 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from blendkv.errors import InputError, StoreError, StoreMismatchError
+from blendkv.store.base import IndexEntry
 from blendkv.store.chunkfile import recipe_from_json, recipe_to_json
 from blendkv.types import Recipe, TokenIds, as_token_ids
 
@@ -22,6 +24,7 @@ FORMAT = 1
 _APPLICATION_ID = 0x424B5631  # "BKV1", in the database's header: tells our index from any other SQLite file
 _LOCK_TIMEOUT = 30.0  # seconds to wait for another process's write
 _TOUCH_BATCH = 1024
+_KEYS_PER_QUERY = 512
 _SCHEMA = f"""
 CREATE TABLE chunks (
     key TEXT PRIMARY KEY, fingerprint TEXT NOT NULL, recipe TEXT NOT NULL, token_ids BLOB NOT NULL,
@@ -102,6 +105,24 @@ class Index:
     def keys(self) -> set[str]:
         """The keys of all rows."""
         return {key for (key,) in self._read("SELECT key FROM chunks")}
+
+    def version(self) -> int:
+        """A number that differs from the last one if any connection, of any process, has written since."""
+        return int(self._read("PRAGMA data_version")[0][0])
+
+    def count(self) -> int:
+        """Number of chunks; SQLite counts the leaves of a tree, not the rows."""
+        return int(self._read("SELECT COUNT(*) FROM chunks")[0][0])
+
+    def entries(self, keys: Sequence[str]) -> list[IndexEntry]:
+        """The entries of those of ``keys`` that are there, in no order."""
+        found: list[IndexEntry] = []
+        for first in range(0, len(keys), _KEYS_PER_QUERY):
+            some = tuple(keys[first : first + _KEYS_PER_QUERY])
+            marks = ",".join("?" * len(some))
+            rows = self._read(f"SELECT key, fingerprint, recipe, token_ids FROM chunks WHERE key IN ({marks})", some)
+            found += [IndexEntry(key, model, _recipe(recipe), _view(ids)) for key, model, recipe, ids in rows]
+        return found
 
     def totals(self) -> tuple[int, int]:
         """Number of chunks, and bytes of their files."""
@@ -255,6 +276,27 @@ class Index:
 
 def _row(values: tuple) -> Row:
     key, fingerprint, recipe, token_ids, nbytes, file_bytes, path, created, last_used, pinned = values
-    ids = as_token_ids(np.frombuffer(token_ids, dtype="<i4"))
-    recipe = recipe_from_json(recipe)
-    return Row(key, fingerprint, recipe, ids, nbytes, file_bytes, path, created, last_used, bool(pinned))
+    return Row(
+        *(
+            key,
+            fingerprint,
+            _recipe(recipe),
+            as_token_ids(_view(token_ids)),
+            nbytes,
+            file_bytes,
+            path,
+            created,
+            last_used,
+        ),
+        bool(pinned),
+    )
+
+
+def _view(blob: bytes) -> TokenIds:
+    """Token ids in the memory of ``blob``: read-only, because bytes are."""
+    return np.frombuffer(blob, dtype="<i4").astype(np.int32, copy=False)
+
+
+@lru_cache(maxsize=1024)  # many chunks, few recipes
+def _recipe(text: str) -> Recipe:
+    return recipe_from_json(text)

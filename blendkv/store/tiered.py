@@ -14,7 +14,7 @@ from types import TracebackType
 import numpy as np
 
 from blendkv.errors import DamagedChunkError, InputError, StoreError, StoreFullError
-from blendkv.store.base import ChunkReader, Tier, TierStat
+from blendkv.store.base import ChunkReader, IndexReader, Tier, TierStat
 from blendkv.store.disk import DiskTier, same_chunk
 from blendkv.store.memory import MemoryTier
 from blendkv.store.normalise import normalised
@@ -90,15 +90,36 @@ class KVStore:
         disk, repair = open_disk(Path(path).expanduser(), disk_bytes, make_policy())
         return cls(memory, disk, repair)
 
+    @property
+    def path(self) -> Path | None:
+        """Folder of the disk tier, absolute; None if the store is in memory only."""
+        return None if self._disk is None else self._disk.root.absolute()
+
+    @property
+    def index(self) -> IndexReader | None:
+        """The index of the disk, to look for chunks by content; None if the store is in memory only."""
+        self._check_open()
+        return None if self._disk is None else self._disk.index
+
     def contains(self, key: str, token_ids: TokenIds) -> bool:
         """Whether the chunk is here. Reads the index only, and counts neither as a use nor as a hit."""
+        held = self.token_ids(key)
+        return held is not None and np.array_equal(held, token_ids)
+
+    def in_memory(self, key: str) -> bool:
+        """Whether the chunk can be read without the disk."""
+        self._check_open()
+        return self._memory.contains(key) or self._writer.pending(key) is not None
+
+    def token_ids(self, key: str) -> TokenIds | None:
+        """Token ids stored under ``key``, or None. Reads the index only."""
         self._check_open()
         held = self._memory.token_ids(key)
         if held is None and (waiting := self._writer.pending(key)) is not None:
             held = waiting.token_ids
         if held is None and self._disk is not None:
             held = self._disk.token_ids(key)
-        return held is not None and np.array_equal(held, token_ids)
+        return held
 
     def get(self, key: str, token_ids: TokenIds) -> ChunkReader | None:
         """Return a reader for the chunk, or None.
