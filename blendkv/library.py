@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -49,42 +51,152 @@ class LibraryCounts:
     not_stored: int = 0
 
 
-class ChunkLibrary:
-    """The chunk KVs of one engine, one store and one recipe kind behind one prefix.
+class ModelIdentity(Protocol):
+    """What the names of chunk KVs depend on."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the model."""
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype of KV, such as ``bfloat16``."""
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """The tokenizer's BOS, if it has one."""
+
+
+class Library(ABC):
+    """The chunk KVs of one model, one store and one recipe kind behind one prefix: named, looked up, filled.
+
+    Who computes them is the subclass's business: `ChunkLibrary` for a model in this process.
 
     Parameters
     ----------
-    engine, store
-        Who computes and who keeps.
+    model, store
+        Whose chunk KVs, and who keeps them.
     kind
         ``system``: chunks are computed behind ``system_prefix``; ``bos``: behind the tokenizer's BOS, if it has one.
     system_prefix
         Token ids of the prompt's system segment.
     """
 
-    def __init__(self, engine: ChunkEngine, store: KVStore, kind: RecipeKind, system_prefix: TokenIds) -> None:
-        self.engine, self.store, self.kind = engine, store, kind
+    def __init__(self, model: ModelIdentity, store: KVStore, kind: RecipeKind, system_prefix: TokenIds) -> None:
+        self.store, self.kind = store, kind
+        self.fingerprint = model.fingerprint
         self.system_prefix = system_prefix
-        bos = engine.bos_token_id
+        bos = model.bos_token_id
         before = system_prefix if kind == "system" else as_token_ids([] if bos is None else [bos])
-        self.recipe = Recipe(kind, tuple(int(t) for t in before), engine.dtype)
-        self.start = Recipe("system", (), engine.dtype)
+        self.recipe = Recipe(kind, tuple(int(t) for t in before), model.dtype)
+        self.start = Recipe("system", (), model.dtype)
         """The recipe of what stands at position 0: the system prefix, or BOS."""
         self.counts = LibraryCounts()
 
+    @property
+    @abstractmethod
+    def bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all layers."""
+
+    @abstractmethod
+    def fill(self, chunks: Sequence[TokenIds]) -> Iterator[int]:
+        """Compute and store chunks that are missing; yields the tokens done, step by step."""
+
     def key(self, token_ids: TokenIds) -> str:
         """The chunk key of a chunk under this recipe."""
-        return chunk_key(self.engine.fingerprint, self.recipe, token_ids)
+        return chunk_key(self.fingerprint, self.recipe, token_ids)
 
     def has(self, token_ids: TokenIds) -> bool:
         """Whether the store holds the chunk (index only)."""
         return self.store.contains(self.key(token_ids), token_ids)
 
+    def precompute(
+        self, chunks: Sequence[TokenIds], max_bytes: int | None, progress: Callable[[int, int], None] | None = None
+    ) -> int:
+        """Compute and store what is missing, in order, as far as ``max_bytes`` of KV and the store's limit allow.
+
+        Returns the number of chunks that were left out for want of budget. ``progress`` gets (tokens done, tokens).
+
+        Raises
+        ------
+        StoreFullError, StoreError
+            As soon as chunk KVs cannot be written; what was written before is kept.
+        """
+        wanted, left_out = self._wanted(chunks, max_bytes)
+        total, done = sum(len(c) for c in wanted), 0
+        before = self.store.stat()
+        for tokens in self.fill(wanted):
+            done += tokens
+            self._check_written(before)
+            if progress is not None:
+                progress(done, total)
+        self._finish_writing(before)
+        return left_out
+
+    def _finish_writing(self, before: StoreStat) -> None:
+        """Wait until all is written; raise if it could not be."""
+        self.store.flush()
+        self._check_written(before)
+
+    def _wanted(self, chunks: Sequence[TokenIds], max_bytes: int | None) -> tuple[list[TokenIds], int]:
+        """The chunks to compute, and the number of those for which there is no room in ``max_bytes`` or the store."""
+        per_token = self.bytes_per_token
+        limits = [b for b in (max_bytes, self.store.stat().tiers[-1].limit) if b is not None]
+        room = min(limits, default=None)
+        wanted: list[TokenIds] = []
+        left_out = 0
+        for ids in {c.tobytes(): c for c in chunks}.values():
+            cost = per_token * len(ids)
+            if room is not None and cost > room:
+                left_out += 1
+                continue
+            room = None if room is None else room - cost
+            if not self.has(ids):
+                wanted.append(ids)
+        return wanted, left_out
+
+    def _check_written(self, before: StoreStat) -> None:
+        """Raise once chunk KVs cannot be written, or only in place of others: to compute the rest is for nothing."""
+        now = self.store.stat()
+        if now.background_errors > before.background_errors:
+            self.store.flush()
+        evicted = now.tiers[-1].evictions.get("full", 0) - before.tiers[-1].evictions.get("full", 0)
+        if evicted > 0:
+            raise StoreFullError(
+                f"the disk is full: {evicted} chunk KVs had to go to make room for others; free some space, or compute "
+                "less now (--precompute-bytes, --disk), and run the same command again to go on"
+            )
+
+
+class ChunkLibrary(Library):
+    """A `Library` whose chunk KVs are computed by a model in this process.
+
+    Parameters
+    ----------
+    engine
+        Who computes.
+    store, kind, system_prefix
+        As for `Library`.
+    """
+
+    def __init__(self, engine: ChunkEngine, store: KVStore, kind: RecipeKind, system_prefix: TokenIds) -> None:
+        super().__init__(engine, store, kind, system_prefix)
+        self.engine = engine
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all layers."""
+        return kv_bytes_per_token(self.engine.runner)
+
+    def fill(self, chunks: Sequence[TokenIds]) -> Iterator[int]:
+        """Compute and store chunks; yields the tokens of each."""
+        return (len(kv.token_ids) for kv in self.compute(chunks))
+
     def _at_start(self, token_ids: TokenIds) -> ChunkReader | None:
         """KV of a run of tokens at position 0, computed and stored when it is missing; None when it is empty."""
         if len(token_ids) == 0:
             return None
-        key = chunk_key(self.engine.fingerprint, self.start, token_ids)
+        key = chunk_key(self.fingerprint, self.start, token_ids)
         found = self._look_up(key, token_ids)
         if found is not None:
             return found
@@ -161,59 +273,6 @@ class ChunkLibrary:
         stored = [r for r in readers if r is not None]
         with LayerPrefetcher(stored, len(self.engine.runner.layers)) as prefetcher:
             yield PromptSource(readers, prefetcher)
-
-    def precompute(
-        self, chunks: Sequence[TokenIds], max_bytes: int | None, progress: Callable[[int, int], None] | None = None
-    ) -> int:
-        """Compute and store what is missing, in order, as far as ``max_bytes`` of KV and the store's limit allow.
-
-        Returns the number of chunks that were left out for want of budget. ``progress`` gets (tokens done, tokens).
-
-        Raises
-        ------
-        StoreFullError, StoreError
-            As soon as chunk KVs cannot be written; what was written before is kept.
-        """
-        wanted, left_out = self._wanted(chunks, max_bytes)
-        total, done = sum(len(c) for c in wanted), 0
-        before = self.store.stat()
-        for kv in self.compute(wanted):
-            done += len(kv.token_ids)
-            self._check_written(before)
-            if progress is not None:
-                progress(done, total)
-        self.store.flush()
-        self._check_written(before)
-        return left_out
-
-    def _wanted(self, chunks: Sequence[TokenIds], max_bytes: int | None) -> tuple[list[TokenIds], int]:
-        """The chunks to compute, and the number of those for which there is no room in ``max_bytes`` or the store."""
-        per_token = kv_bytes_per_token(self.engine.runner)
-        limits = [b for b in (max_bytes, self.store.stat().tiers[-1].limit) if b is not None]
-        room = min(limits, default=None)
-        wanted: list[TokenIds] = []
-        left_out = 0
-        for ids in {c.tobytes(): c for c in chunks}.values():
-            cost = per_token * len(ids)
-            if room is not None and cost > room:
-                left_out += 1
-                continue
-            room = None if room is None else room - cost
-            if not self.has(ids):
-                wanted.append(ids)
-        return wanted, left_out
-
-    def _check_written(self, before: StoreStat) -> None:
-        """Raise once chunk KVs cannot be written, or only in place of others: to compute the rest is for nothing."""
-        now = self.store.stat()
-        if now.background_errors > before.background_errors:
-            self.store.flush()
-        evicted = now.tiers[-1].evictions.get("full", 0) - before.tiers[-1].evictions.get("full", 0)
-        if evicted > 0:
-            raise StoreFullError(
-                f"the disk is full: {evicted} chunk KVs had to go to make room for others; free some space, or compute "
-                "less now (--precompute-bytes, --disk), and run the same command again to go on"
-            )
 
 
 def materialise(reader: ChunkReader) -> ChunkKV:

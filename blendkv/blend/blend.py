@@ -23,13 +23,14 @@ from blendkv.types import Prompt, to_tensor
 
 
 @dataclass(frozen=True)
-class BlendReport:
-    """What a blend did.
+class BlendSummary:
+    """What a blend did and cost, in plain values.
 
     ``budget_spent`` is fresh-QKV tokens summed over layers / (layers x reusable tokens), every selection layer charged;
     the scoring pass is reported beside it as ``scored_rows`` (rows run over all layers) and in ``stages``.
-    ``stages`` holds seconds of ``score``, ``load``, ``rotate`` and ``recompute``; they do not overlap. ``bytes_loaded``
-    counts the stored KV taken in, from whatever tier, once; ``logits`` is ``[logits_to_keep, vocab]`` when asked for.
+    ``recomputed_tokens`` counts stored tokens that were computed again through all layers. ``stages`` holds seconds of
+    ``score``, ``load``, ``rotate`` and ``recompute``; they do not overlap. ``bytes_loaded`` counts the stored KV taken
+    in, from whatever tier, once.
     """
 
     selector: str
@@ -40,16 +41,21 @@ class BlendReport:
     reusable_tokens: int
     exact_tokens: int
     fresh_tokens: int
+    recomputed_tokens: int
     scored_rows: int
     bytes_loaded: int
-    selected: torch.Tensor
     stages: dict[str, float]
-    logits: torch.Tensor | None = field(default=None, repr=False)
 
-    @property
-    def recomputed_tokens(self) -> int:
-        """Stored tokens that were computed again through all layers."""
-        return len(self.selected)
+
+@dataclass(frozen=True)
+class BlendReport(BlendSummary):
+    """What `blend` returns: the summary, the positions that were ``selected`` (int64, ascending), and the logits.
+
+    ``logits`` is ``[logits_to_keep, vocab]`` when asked for.
+    """
+
+    selected: torch.Tensor
+    logits: torch.Tensor | None = field(default=None, repr=False)
 
 
 def _count(layout: Layout, settings: BlendSettings, layers: int) -> int:
@@ -118,13 +124,13 @@ class _Blend:
             rows = self.fresh_rows.to(device)
             session = ScoreSession(self.context, rows, layout.positions("query").to(device), rule.needs)
             self._forward(rows, session)
-            scores, self.scored_rows = session.scores, len(rows)
+            scores, self.scored_rows = session.scores(), len(rows)
         elif rule.needs != "nothing":
             rows = layout.positions(fresh=True, candidates=True).to(device)
             check = min(CHECK_LAYER, len(self.runner.layers) - 1)
             deviation = DeviationSession(self.context, rows, rule.needs.removeprefix("deviation_"), check)  # type: ignore[arg-type]
             self._forward(rows, deviation)
-            scores, self.kept, self.deviating_layers = deviation.scores, deviation.fresh, check + 1
+            scores, self.kept, self.deviating_layers = deviation.scores(), deviation.fresh, check + 1
         return rule.choose(SelectionContext(layout.candidates, self.count, scores.cpu(), self.seed))
 
     def recompute(self, selection: Selection, keep: int) -> torch.Tensor | None:
@@ -208,6 +214,7 @@ def blend(
         reusable_tokens=layout.reusable_tokens,
         exact_tokens=sum(len(s) for s in layout.stored if s.exact),
         fresh_tokens=len(job.fresh_rows),
+        recomputed_tokens=len(selection.positions),
         scored_rows=job.scored_rows,
         bytes_loaded=sum(r.nbytes for r in source.readers if r is not None),
         selected=selection.positions,

@@ -17,38 +17,39 @@ CHECK_LAYER = 1
 
 
 class ScoreSession:
-    """Runs the fresh rows over the stored KV and adds up the attention that every token gets from the question.
-
-    The score of a token is the mean over layers of the max (or mean) over (heads, question tokens).
-    """
+    """Runs the fresh rows over the stored KV and notes the attention that every token gets from the question."""
 
     def __init__(self, context: Context, rows: torch.Tensor, question: torch.Tensor, statistic: Statistic) -> None:
         self._context = context
         self._rows = rows
         self._counted = torch.isin(rows, question)
         self._statistic = statistic
-        self._sum = torch.zeros(context.layout.total, dtype=torch.float32, device=rows.device)
+        # By layer, because a max over heads must be joined between ranks before the mean over layers is taken, and one
+        # exchange costs less than one per layer.
+        layers = len(context.runner.layers)
+        self._mass = torch.zeros(layers, context.layout.total, dtype=torch.float32, device=rows.device)
 
-    @property
     def scores(self) -> torch.Tensor:
-        """``[total]`` float32, by absolute position."""
-        return self._sum / len(self._context.runner.layers)
+        """Mean over layers of the max (or mean) over (heads, question tokens): ``[total]`` float32, by position.
+
+        Equal on all tensor-parallel ranks; each must ask for it.
+        """
+        return self._context.runner.reduce(self._mass, self._statistic).mean(0)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Attend over the assembled context and add the layer's attention mass."""
+        """Attend over the assembled context and note the layer's attention mass."""
         keys, values = self._context.assemble(layer, self._context.stored(layer), self._rows, k, v)
-        out, mass = scored_attention(q, keys, values, self._rows, params, self._counted, self._statistic)
-        self._sum += mass
+        out, self._mass[layer] = scored_attention(q, keys, values, self._rows, params, self._counted, self._statistic)
         return out
 
 
 class DeviationSession:
     """Computes every candidate for the first layers and measures how far its KV is from the stored one.
 
-    Afterwards ``scores`` holds the squared deviation per absolute position at `CHECK_LAYER`, and ``fresh`` the whole
-    K (rotated) and V of the layers that were run, which the recompute pass takes over instead of stored KV.
+    Afterwards ``fresh`` holds the whole K (rotated) and V of the layers that were run, which the recompute pass takes
+    over instead of stored KV.
     """
 
     def __init__(self, context: Context, rows: torch.Tensor, of: DeviationOf, check_layer: int) -> None:
@@ -56,8 +57,15 @@ class DeviationSession:
         self._rows = rows
         self._of = of
         self._check = check_layer
-        self.scores = torch.zeros(context.layout.total, dtype=torch.float32, device=rows.device)
+        self._deviation = torch.zeros(context.layout.total, dtype=torch.float32, device=rows.device)
         self.fresh: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def scores(self) -> torch.Tensor:
+        """Squared deviation at the check layer: ``[total]`` float32, by position; with several ranks their mean.
+
+        Equal on all tensor-parallel ranks; each must ask for it.
+        """
+        return self._context.runner.reduce(self._deviation, "mean")
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
@@ -73,7 +81,7 @@ class DeviationSession:
             place = slice(span.start, span.stop)
             old_k, old_v = stored[span.index]
             moved = rotate(old_k, None if table is None else table.rows(place))
-            self.scores[place] = kv_deviation(
+            self._deviation[place] = kv_deviation(
                 keys[place], moved, values[place], old_v, use_k="k" in self._of, use_v="v" in self._of
             )
         raise StopForward

@@ -27,7 +27,7 @@ Needs = Literal["nothing", "max", "mean", "deviation_k", "deviation_v", "deviati
 
 @dataclass(frozen=True)
 class SelectionContext:
-    """What a rule may look at.
+    """What a rule may look at: the same on every tensor-parallel rank, so that all of them choose the same tokens.
 
     ``spans`` are the candidates; ``count`` the tokens to choose, at most the candidates' total; ``scores`` is
     ``[total]`` float32 by absolute position (zeros for rules that need none); ``seed`` is fixed by the prompt.

@@ -3,7 +3,8 @@
 In a new place every token's K and V moves; a good part of the move is common to the chunk. At each layer past the
 first, the mean difference fresh - stored (K before RoPE) over the chunk's estimating rows is added to all its stored
 tokens. ``js`` shrinks each KV head's shift by its own noise (James-Stein): max(0, 1 - s^2 / ((n - 1) |d|^2)), where
-s^2 is the per-token variance of the differences and d their mean.
+s^2 is the per-token variance of the differences and d their mean. Nothing is summed over heads: a rank that holds some
+of them needs no other.
 """
 
 from __future__ import annotations

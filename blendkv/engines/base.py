@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from blendkv.errors import InputError
-from blendkv.kernels.attention import AttentionParams
+from blendkv.errors import InputError, PromptTooLongError
+from blendkv.kernels.attention import AttentionParams, Statistic
 from blendkv.kernels.rotation import Pairing
 from blendkv.store.base import ChunkReader
-from blendkv.types import ChunkKV, Recipe, TokenIds
+from blendkv.types import ChunkKV, Prompt, Recipe, RecipeKind, TokenIds
+
+if TYPE_CHECKING:
+    from blendkv.blend import BlendSummary, Mode
+    from blendkv.engines.generation import Generation
+    from blendkv.library import Library
+    from blendkv.store.tiered import KVStore
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,13 @@ class ModelRunner(Protocol):
 
     def rotary(self, positions: torch.Tensor) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]:
         """The model's own cos and sin by table name, each ``[positions, pairs]``, rounded as the model rounds them."""
+        ...
+
+    def reduce(self, tensor: torch.Tensor, statistic: Statistic) -> torch.Tensor:
+        """Join a statistic over this runner's heads with those of the other tensor-parallel ranks, elementwise.
+
+        The result is the same on every rank; a runner that holds all heads returns ``tensor``.
+        """
         ...
 
 
@@ -164,3 +177,118 @@ class GenerationOptions:
             raise InputError(f"top_p is {self.top_p}; more than 0, at most 1 is allowed")
         if any(not s for s in self.stop):
             raise InputError("an empty stop string would end every answer at once; leave it out")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an engine did for one answer.
+
+    Attributes
+    ----------
+    mode
+        What was done: the mode spec, ``full``, or ``prefix`` (a prefix cache held most of the prompt's KV from an
+        earlier request with the same settings, and the rest was prefilled).
+    report
+        The blend's; None without a blend.
+    fallback
+        Why a blend that was asked for became something else, for people.
+    incidents
+        What to count, in a few fixed words: what was mended on the way, and last the reason of a fallback.
+    seconds
+        ``prepare``, and the stages of the blend, up to the wait for the first token.
+    """
+
+    mode: str
+    report: BlendSummary | None = None
+    fallback: str | None = None
+    incidents: tuple[str, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+class Conversation:
+    """What an engine keeps of a conversation between its turns. Only the engine that made it looks inside."""
+
+
+class Engine(Protocol):
+    """What answers prompts: the seam between `blendkv.pipeline.RagPipeline` and whatever runs the model."""
+
+    @property
+    def name(self) -> str:
+        """The model, as a store remembers it: a folder, a hub id, or ``demo``."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the model."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's fast transformers tokenizer."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+
+    @property
+    def context(self) -> int:
+        """Tokens that prompt and answer may have together."""
+
+    @property
+    def unsupported(self) -> Exception | None:
+        """Why the model cannot be blended; None when it can. Full prefill works in either case."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all layers."""
+
+    def library(self, store: KVStore, kind: RecipeKind, system_prefix: TokenIds) -> Library:
+        """The chunk KVs of this engine in ``store``, of one recipe kind behind one system prefix."""
+
+    def conversation(self) -> Conversation:
+        """Start a conversation, to be given to each of its turns."""
+
+    def generate(
+        self,
+        prompt: Prompt,
+        mode: Mode,
+        library: Library,
+        options: GenerationOptions,
+        conversation: Conversation | None = None,
+    ) -> Generation:
+        """Blend (or prefill) a prompt and decode behind it.
+
+        Parameters
+        ----------
+        prompt
+            The whole context, in a conversation too; `check_room` has passed it.
+        mode
+            What is asked for. What cannot be blended is prefilled in full, and the outcome says so.
+        library
+            Made by this engine.
+        options
+            How to decode.
+        conversation
+            Made by this engine; what it holds of the prompt is not computed again.
+
+        Raises
+        ------
+        InputError
+            If mode or options cannot be used.
+        """
+
+    def close(self) -> None:
+        """Release the model. Twice does no harm."""
+
+
+def check_room(engine: Engine, tokens: int, made_of: str = "") -> None:
+    """Refuse a context of ``tokens`` that leaves no room for an answer; ``made_of`` says what they are.
+
+    Raises
+    ------
+    PromptTooLongError
+        If so.
+    """
+    if tokens >= engine.context:
+        raise PromptTooLongError(
+            f"the prompt has {tokens} tokens{made_of}; the context of {engine.name} holds {engine.context}, the answer "
+            "included: ask for fewer or smaller chunks (--top-k), or shorten the question"
+        )

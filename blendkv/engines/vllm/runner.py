@@ -20,8 +20,10 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from blendkv.blend.rotation import PROBE_TOKENS, probe_layers
 from blendkv.engines.base import AttentionSession, LayerSpec, StopForward
+from blendkv.engines.vllm.parallel import Ranks
 from blendkv.errors import UnsupportedModelError
 from blendkv.kernels import AttentionParams
+from blendkv.kernels.attention import Statistic
 
 
 class _Proxy:
@@ -78,35 +80,46 @@ class VllmRunner:
         vLLM's module, in the worker's process.
     config
         The worker's configuration.
+    ranks
+        The tensor-parallel ranks; by default those that vLLM has set up. All of them make their runner together.
+
+    Attributes
+    ----------
+    attention
+        vLLM's attention layers by name.
 
     Raises
     ------
     UnsupportedModelError
-        If the model cannot be blended, with the cause.
+        If the model cannot be blended, with the cause; on all ranks, if it is so on one.
     """
 
     layers: tuple[LayerSpec, ...]
 
-    def __init__(self, model: nn.Module, config: VllmConfig) -> None:
+    def __init__(self, model: nn.Module, config: VllmConfig, ranks: Ranks | None = None) -> None:
         self.model: Any = model
+        self.ranks = Ranks.of_vllm(config) if ranks is None else ranks
         self._config = config
         hf = config.model_config.hf_text_config
         self.dtype = config.model_config.dtype
         self.device = next(model.parameters()).device
         self.context = int(config.model_config.max_model_len)
-        self._attention = _attention_layers(config.compilation_config.static_forward_context)
+        with self.ranks.together():
+            self._attention = _attention_layers(config.compilation_config.static_forward_context)
+        self.attention = {name: layer for name, (_, layer) in self._attention.items()}
         self._rotary: dict[str, Any] = {
             f"{type(m).__name__}.{i}": m for i, m in enumerate(model.modules()) if hasattr(m, "cos_sin_cache")
         }
         vocab = hf.vocab_size
         token_ids = torch.linspace(vocab // 7, vocab - 1 - vocab // 5, PROBE_TOKENS, device=self.device).long()
-        with torch.inference_mode():
+        with self.ranks.together(), torch.inference_mode():
             self.layers = probe_layers(self, token_ids, hf.num_hidden_layers)
+            self.ranks.share.check(self.layers)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, session: AttentionSession, logits_to_keep: int = 0
     ) -> torch.Tensor | None:
-        """Run rows under a session; see `ModelRunner.forward`."""
+        """Run rows under a session; see `ModelRunner.forward`. Of several ranks, only rank 0 may get logits."""
         context = create_forward_context(None, self._config, skip_compiled=True)
         proxies = {name: _Proxy(layer, index, session) for name, (index, layer) in self._attention.items()}
         context.no_compile_layers = {**context.no_compile_layers, **proxies}
@@ -124,6 +137,10 @@ class VllmRunner:
             cos, sin = module.cos_sin_cache[positions].chunk(2, -1)
             tables[name] = cos.to(self.dtype), sin.to(self.dtype)
         return tables
+
+    def reduce(self, tensor: torch.Tensor, statistic: Statistic) -> torch.Tensor:
+        """Join a statistic over heads between the ranks; see `ModelRunner.reduce`."""
+        return self.ranks.reduce(tensor, statistic)
 
 
 def _attention_layers(context: Mapping[str, Any]) -> dict[str, tuple[int, Attention]]:

@@ -1,106 +1,164 @@
-"""The worker's half of the connector: blend a request's stored chunks into vLLM's pages."""
+"""The worker's half of the connector: compute missing chunks, blend requests into vLLM's pages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from vllm.config import VllmConfig
 
 from blendkv.blend import BlendReport, BlendSettings, blend, collect
-from blendkv.engines.fingerprint import fingerprint_folder
+from blendkv.engines.base import KVSource
+from blendkv.engines.vllm.messages import Compute, Load, Piece
+from blendkv.engines.vllm.pages import PagedLayer, PagedSink, paged_layers
+from blendkv.engines.vllm.parallel_library import library as parallel_library
 from blendkv.engines.vllm.plugin import loaded_model
 from blendkv.engines.vllm.runner import VllmRunner
-from blendkv.library import ChunkLibrary
+from blendkv.errors import StoreError, UnsupportedModelError
+from blendkv.library import ChunkLibrary, PromptSource
+from blendkv.matching import SlicedReader
+from blendkv.store.base import ChunkReader
+from blendkv.store.prefetch import LayerPrefetcher
 from blendkv.store.tiered import KVStore
-from blendkv.types import ChunkKV, Prompt, Recipe, Segment, TokenIds, as_token_ids
+from blendkv.types import ChunkKV, Prompt, Recipe, RecipeKind, TokenIds, as_token_ids
 
-MEMORY_BYTES = 2 << 30
-"""Limit of the store's memory tier in the worker."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """A request to blend: its tokens but the last, its segments, and the blocks that its KV goes to.
-
-    ``written`` tokens are in the blocks already (a local hit) and are not written again.
-    """
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    segments: tuple[tuple[str, int], ...]
-    settings: BlendSettings
-    block_ids: tuple[int, ...]
-    written: int
-
-    def prompt(self) -> Prompt:
-        """The tokens, cut into segments."""
-        parts, start = [], 0
-        for kind, length in self.segments:
-            parts.append(Segment(kind, as_token_ids(self.token_ids[start : start + length])))  # type: ignore[arg-type]
-            start += length
-        return Prompt(tuple(parts))
-
-
-class PagedSink:
-    """`KVSink` over vLLM's pages: a layer's K and V are put together beside them and written by vLLM's own writer."""
-
-    def __init__(self, layers: Sequence[Any], load: Load, block_size: int, runner: VllmRunner) -> None:
-        self.length = 0
-        self._layers, self._runner = layers, runner
-        positions = np.arange(load.written, len(load.token_ids))
-        blocks = np.asarray(load.block_ids)[positions // block_size]
-        slots = torch.from_numpy(blocks * block_size + positions % block_size)
-        self._slots = slots.to(device=runner.device, dtype=torch.int64)
-        self._written = load.written
-        self._scratch: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def buffer(self, layer: int, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scratch K and V, ``[total, kv_heads, head_dim]``, shared by all layers of one shape."""
-        spec = self._runner.layers[layer]
-        shapes = (total, spec.kv_heads, spec.head_dim), (total, spec.kv_heads, spec.v_head_dim)
-        if self._scratch is None or tuple(t.shape for t in self._scratch) != shapes:
-            k, v = (torch.empty(shape, dtype=self._runner.dtype, device=self._runner.device) for shape in shapes)
-            self._scratch = k, v
-        return self._scratch
-
-    def commit(self, layer: int, total: int) -> None:
-        """Write the layer's rows that are not in the pages yet."""
-        assert self._scratch is not None
-        k, v = (t[self._written :] for t in self._scratch)
-        place = self._layers[layer]
-        place.impl.do_kv_cache_update(place, k, v, place.kv_cache, self._slots)
-
-    def finish(self, total: int) -> None:
-        """All layers are in the pages."""
-        self.length = total
+_LIBRARIES = 64
+"""Recipes (system prefixes) whose library is kept."""
 
 
 class BlendWorker:
-    """The model, the store, and what happened. A `ChunkEngine`."""
+    """The model and the store of one worker. A `ChunkEngine`.
 
-    def __init__(self, config: VllmConfig, folder: str) -> None:
+    Parameters
+    ----------
+    config, kv_cache_config
+        Of the worker.
+    store
+        Open; it stays the caller's.
+    fingerprint
+        Of the model.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model cannot be blended.
+    """
+
+    def __init__(self, config: VllmConfig, kv_cache_config: Any, store: KVStore, fingerprint: str) -> None:
+        if config.model_config.is_multimodal_model:
+            raise UnsupportedModelError("multimodal models are not blended: use full prefill")
         self.runner = VllmRunner(loaded_model(), config)
-        self.fingerprint = fingerprint_folder(Path(config.model_config.model))
+        self.fingerprint, self.store = fingerprint, store
         self.dtype = str(self.runner.dtype).removeprefix("torch.")
         self.bos_token_id: int | None = getattr(config.model_config.hf_text_config, "bos_token_id", None)
-        self._block_size = config.cache_config.block_size
-        self.store = KVStore.open(folder, memory_bytes=MEMORY_BYTES)
+        self._libraries: dict[tuple[RecipeKind, bytes], ChunkLibrary] = {}
+        self._layers: list[PagedLayer] = paged_layers(self.runner.attention, kv_cache_config)
 
     def collect(self, recipe: Recipe, chunks: Sequence[TokenIds], prefix: ChunkKV | None) -> list[ChunkKV]:
         """Compute chunk KVs alone; see `blendkv.blend.collect`."""
         return collect(self.runner, self.fingerprint, recipe, chunks, prefix)
 
-    def blend(self, load: Load, layers: Sequence[Any]) -> BlendReport:
-        """Blend one request into its pages; chunks that the store lacks are computed alone first, and stored."""
+    def library(self, kind: RecipeKind, prefix: TokenIds) -> ChunkLibrary:
+        """The library of a recipe; its counts go on from request to request."""
+        name = kind, prefix.tobytes() if kind == "system" else b""
+        found = self._libraries.pop(name, None)
+        if found is None:
+            found = parallel_library(self.runner.ranks, self, self.store, kind, prefix)
+            while len(self._libraries) >= _LIBRARIES:
+                self._libraries.pop(next(iter(self._libraries)))
+        self._libraries[name] = found
+        return found
+
+    def compute(self, work: Compute) -> int:
+        """Compute and store the chunks that the store lacks; returns how many."""
+        ranks = self.runner.ranks
+        with ranks.together():
+            library = self.library(work.recipe, as_token_ids(work.prefix))
+            wanted = [as_token_ids(chunk) for chunk in work.chunks]
+            missing = ranks.decide(lambda: [not library.has(ids) for ids in wanted])
+            return sum(1 for _ in library.compute([ids for ids, m in zip(wanted, missing, strict=True) if m]))
+
+    def blend(self, load: Load) -> BlendReport:
+        """Blend one request into its pages.
+
+        Raises
+        ------
+        StoreError
+            If stored KV cannot be read; a damaged chunk has been dropped then.
+        """
         prompt = load.prompt()
-        first = prompt.segments[0]
-        prefix = first.token_ids if first.kind == "system" else as_token_ids([])
-        library = ChunkLibrary(self, self.store, "system", prefix)
-        sink = PagedSink(layers, load, self._block_size, self.runner)
-        with library.source(prompt) as source:
+        sink = PagedSink(self._layers, load, self.runner)
+        with self.runner.ranks.together(), self._source(load, prompt) as source:
             return blend(self.runner, prompt, source, sink, load.settings)
+
+    def prefill(self, load: Load) -> None:
+        """Write the exact KV of one request into its pages: every token computed fresh."""
+        prompt = load.prompt()
+        source = _Nothing(len(prompt.segments))
+        with self.runner.ranks.together():
+            sink = PagedSink(self._layers, load, self.runner)
+            blend(self.runner, prompt, source, sink, BlendSettings("strided", 0.0))
+
+    @contextmanager
+    def _source(self, load: Load, prompt: Prompt) -> Iterator[KVSource]:
+        """Stored KV of the request's pieces; chunks with known boundaries are computed when they are missing."""
+        if not any(piece.key for piece in load.pieces):
+            first = prompt.segments[0]
+            prefix = first.token_ids if first.kind == "system" else as_token_ids([])
+            with self.library(load.recipe, prefix).source(prompt) as source:
+                yield source
+            return
+        ranks = self.runner.ranks
+        with ranks.together():
+            readers = [
+                ranks.local(self._slice(piece, segment.token_ids)) if piece.key else None
+                for piece, segment in zip(load.pieces, prompt.segments, strict=True)
+            ]
+        stored = [r for r in readers if r is not None]
+        with LayerPrefetcher(stored, len(self.runner.layers)) as prefetcher:
+            yield PromptSource(readers, prefetcher)
+
+    def _slice(self, piece: Piece, token_ids: TokenIds) -> ChunkReader:
+        """The piece's part of a stored chunk, its token ids compared once more."""
+        assert piece.key is not None
+        whole = self.store.token_ids(piece.key)
+        reader = None if whole is None else self.store.get(piece.key, whole)
+        if reader is None or whole is None:
+            raise StoreError(f"chunk {piece.key[:12]} left the store before it was blended")
+        stop = piece.first + piece.tokens
+        if not np.array_equal(whole[piece.first : stop], token_ids):
+            raise StoreError(f"chunk {piece.key[:12]} does not hold the prompt's tokens")
+        return reader if piece.tokens == len(whole) else SlicedReader(reader, piece.first, stop)
+
+
+class _Nothing:
+    """A `KVSource` with nothing stored."""
+
+    def __init__(self, segments: int) -> None:
+        self.readers: Sequence[ChunkReader | None] = [None] * segments
+
+    def layer(self, index: int) -> Sequence[None]:
+        """Nothing."""
+        return [None] * len(self.readers)
+
+
+def described(report: BlendReport) -> dict[str, Any]:
+    """A report as plain values, to travel to the scheduler and on to the client."""
+    names = (
+        "selector", "shift", "budget_asked", "budget_spent", "total_tokens", "reusable_tokens", "exact_tokens",
+        "fresh_tokens", "recomputed_tokens", "scored_rows", "bytes_loaded", "stages",
+    )  # fmt: skip
+    return {name: getattr(report, name) for name in names}
+
+
+def model_folder(config: VllmConfig) -> Path:
+    """The folder of vLLM's model, whose content the fingerprint is taken of."""
+    name = config.model_config.model
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, revision=config.model_config.revision, local_files_only=True))

@@ -1,0 +1,82 @@
+"""What ``kv_connector_extra_config`` may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from blendkv.blend import parse_mode
+from blendkv.config import parse_bytes
+from blendkv.errors import InputError
+
+
+@dataclass(frozen=True)
+class ConnectorSettings:
+    """Options of the connector, checked.
+
+    Attributes
+    ----------
+    store
+        Folder of the store.
+    memory
+        Limit of the store's memory tier in the engine's process, such as ``2GB``.
+    mode
+        Mode of requests that name none.
+    all_requests
+        Blend also requests that carry no ``blendkv`` parameters: their chunks are found by content. Their KV then
+        goes into the prefix cache without a salt: every unsalted answer of this engine may rest on blended KV.
+    min_saving
+        Share of the prefill rows that a blend must save, else the request is prefilled; below 0: blend always.
+    step_tokens
+        Most rows that blends run through the model in one step; by default ``max_num_batched_tokens``.
+    compute_tokens
+        Most tokens of missing chunks that are computed in one step.
+    load_seconds
+        How long a request waits for its chunk KV to be read into host memory before it is prefilled in full.
+    """
+
+    store: Path
+    memory: str = "2GB"
+    mode: str = "blend:head_query@0.05"
+    all_requests: bool = False
+    min_saving: float = 0.1
+    step_tokens: int | None = None
+    compute_tokens: int = 512
+    load_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.memory)
+        if parse_mode(self.mode).settings is None:
+            raise InputError(f"the connector's mode is {self.mode!r}; give reuse or blend:SELECTOR@BUDGET")
+        for name in ("step_tokens", "compute_tokens", "load_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InputError(f"the connector's {name} is {value}; more than 0 is allowed")
+        if not self.min_saving < 1:
+            raise InputError(f"the connector's min_saving is {self.min_saving}; less than 1 is allowed")
+
+    @property
+    def memory_bytes(self) -> int:
+        """``memory`` in bytes."""
+        return parse_bytes(self.memory)
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
+        """Check ``kv_connector_extra_config``.
+
+        Raises
+        ------
+        InputError
+            If the store is missing, or an option is unknown or out of range.
+        """
+        known = {f.name: f.type for f in fields(cls)}
+        if unknown := sorted(set(extra) - set(known)):
+            raise InputError(f"unknown in kv_connector_extra_config: {unknown}; allowed: {', '.join(known)}")
+        if not extra.get("store"):
+            raise InputError('BlendConnector needs kv_connector_extra_config={"store": FOLDER}: name the store')
+        try:
+            return cls(**{**extra, "store": Path(str(extra["store"])).expanduser()})
+        except TypeError as error:
+            raise InputError(f"kv_connector_extra_config {dict(extra)} has a value of a wrong type: {error}") from error

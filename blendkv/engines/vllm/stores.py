@@ -1,0 +1,32 @@
+"""One open store per folder and process, shared by the halves of a connector that live in one process."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from blendkv.store.tiered import KVStore
+
+_OPEN: dict[Path, tuple[KVStore, int]] = {}
+_LOCK = threading.Lock()
+
+
+def acquire(folder: Path, memory_bytes: int) -> KVStore:
+    """Open the store, or join the one that is open; give it back with `release`."""
+    path = folder.absolute()
+    with _LOCK:
+        store, users = _OPEN.get(path) or (KVStore.open(path, memory_bytes=memory_bytes), 0)
+        _OPEN[path] = store, users + 1
+        return store
+
+
+def release(folder: Path) -> None:
+    """One user less; the last one closes the store."""
+    path = folder.absolute()
+    with _LOCK:
+        store, users = _OPEN[path]
+        if users > 1:
+            _OPEN[path] = store, users - 1
+            return
+        del _OPEN[path]
+    store.close()
