@@ -43,6 +43,10 @@ class StoreMismatchError(InputError):
     """A store was made by another model, or by a newer version of BlendKV."""
 
 
+class EngineError(BlendKVError):
+    """An engine cannot start, or has stopped."""
+
+
 class StoreError(BlendKVError):
     """The store cannot do what was asked."""
 

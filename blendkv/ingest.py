@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from blendkv.engines.torch.engine import TorchEngine
+from blendkv.engines.base import Engine
 from blendkv.errors import DocumentError, InputError
-from blendkv.library import ChunkLibrary
+from blendkv.library import Library
 from blendkv.retrieval.collection import Collection, SyncReport
 from blendkv.retrieval.embed import Embedder
 from blendkv.retrieval.load import MAX_DOCUMENT_BYTES, load_corpus, source_names
@@ -50,8 +50,8 @@ class IngestReport:
 def ingest(
     collection: Collection,
     embedder: Embedder,
-    engine: TorchEngine,
-    library: ChunkLibrary,
+    engine: Engine,
+    library: Library,
     sources: Sequence[str | Path],
     *,
     precompute: Precompute = "all",
@@ -163,9 +163,9 @@ def _chunk_ids(collection: Collection) -> list[TokenIds]:
     return [chunk.token_ids for chunk in collection.chunks()]
 
 
-def _drop_stale(library: ChunkLibrary, collection: Collection) -> int:
+def _drop_stale(library: Library, collection: Collection) -> int:
     """Remove this model's KV of chunks that no document has (any more), whatever its recipe."""
-    made_by = library.engine.fingerprint
+    made_by = library.fingerprint
     rows = [row for row in library.store.ls() if row.fingerprint == made_by and row.recipe != library.start]
     chunks = _chunk_ids(collection)
     kept = {chunk_key(made_by, recipe, ids) for recipe in {row.recipe for row in rows} for ids in chunks}

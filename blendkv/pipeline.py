@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing, closing
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from blendkv.answer import Answer, AnswerStream
-from blendkv.blend import BlendReport, Mode, parse_mode
+from blendkv.blend import Mode, parse_mode
 from blendkv.chat import ChatSession
 from blendkv.config import parse_bytes
-from blendkv.engines.base import GenerationOptions
-from blendkv.engines.torch.cache import ContiguousCache
-from blendkv.engines.torch.engine import TorchEngine
-from blendkv.errors import DamagedChunkError, InputError, StoreMismatchError
+from blendkv.engines.base import Conversation, Engine, GenerationOptions, Outcome, check_room
+from blendkv.errors import InputError, StoreMismatchError
 from blendkv.ingest import IngestProgress, IngestReport, Precompute, ingest
-from blendkv.library import ChunkLibrary
 from blendkv.prompt import DEFAULT_SYSTEM, PromptBuilder
 from blendkv.retrieval.collection import Collection
 from blendkv.retrieval.embed import MINILM, Embedder, SentenceEmbedder
 from blendkv.retrieval.load import MAX_DOCUMENT_BYTES
 from blendkv.retrieval.retriever import HybridRetriever, RetrievedChunk, Retriever
 from blendkv.store.tiered import KVStore
-from blendkv.types import Prompt, RecipeKind, TokenIds, as_token_ids
+from blendkv.types import Prompt, RecipeKind
 
 DEFAULT_MODE = "blend:head_query@0.05"
 TOP_K = 6
+EngineName = Literal["torch", "vllm"]
 _log = logging.getLogger(__name__)
 
 
@@ -38,19 +37,19 @@ class RagPipeline:
     """Answers questions from a corpus whose passages' KV was computed once.
 
     Make one with `from_store`, or from parts of your own: an engine, a `KVStore`, and anything with a ``retrieve``
-    method. Threads may share a pipeline; the model runs one request at a time.
+    method. Threads may share a pipeline. `TorchEngine` runs one request at a time, `VllmEngine` many.
 
     Attributes
     ----------
     library
         The chunk KVs: looked up, or computed alone and stored.
     fallbacks
-        How often something else than the blend that was asked for had to be done, by reason.
+        How often something else than the blend that was asked for had to be done, by reason; counted as answers end.
     """
 
     def __init__(
         self,
-        engine: TorchEngine,
+        engine: Engine,
         store: KVStore,
         retriever: Retriever,
         *,
@@ -64,10 +63,12 @@ class RagPipeline:
         self.engine, self.store, self.retriever = engine, store, retriever
         self.collection, self.embedder = collection, embedder
         self.prompts = PromptBuilder(engine.tokenizer, system)
-        self.library = ChunkLibrary(engine, store, recipe, self.prompts.prefix)
+        self.library = engine.library(store, recipe, self.prompts.prefix)
         self.mode = parse_mode(mode)
         self.top_k = top_k
         self.fallbacks: dict[str, int] = {}
+        self._noting = threading.Lock()
+        self._owned = ExitStack()
 
     @classmethod
     def from_store(
@@ -84,7 +85,7 @@ class RagPipeline:
         disk: str | None = None,
         dtype: str = "auto",
         device: str = "auto",
-        engine: TorchEngine | None = None,
+        engine: Engine | EngineName = "torch",
     ) -> RagPipeline:
         """Open the store at ``path``, or make one, with ``model`` behind it.
 
@@ -93,8 +94,8 @@ class RagPipeline:
         path
             Folder of the store: the corpus, its indexes and its chunk KVs.
         model
-            Local folder, hub id, or ``demo``. By default the store's own, ``demo`` for a new one. Not read when an
-            ``engine`` is given.
+            Local folder, hub id, or ``demo``. By default the store's own, ``demo`` for a new one. Not read when
+            ``engine`` is an engine.
         mode
             ``full``, ``reuse``, or ``blend:SELECTOR@BUDGET``; the default of every question.
         recipe, system
@@ -106,39 +107,48 @@ class RagPipeline:
         memory, disk
             Limits of the memory tier and of the chunk KVs on disk, such as ``2GB``.
         dtype, device
-            For the model.
+            For the model; ``device`` is the embedded engine's, vLLM chooses its own.
+        engine
+            ``torch`` (embedded, over transformers) or ``vllm``, which are closed with the pipeline; or an engine of
+            your own, which is not, and makes ``model``, ``dtype`` and ``device`` idle.
 
         Raises
         ------
         StoreMismatchError
             If the store was made by another model or a newer version.
-        ModelLoadError, InputError
+        ModelLoadError, MissingDependencyError, InputError
             If an argument cannot be used.
         """
         folder = Path(path).expanduser()
         default_mode = parse_mode(mode)
         limits = parse_bytes(memory), None if disk is None else parse_bytes(disk)
-        if engine is None and model is not None:  # before a folder is made for a model that does not exist
-            engine = TorchEngine.load(model, dtype=dtype, device=device)
+        given = None if isinstance(engine, str) else engine
+        kind = engine if isinstance(engine, str) else ""
         with ExitStack() as opened:
+            running = given
+            if running is None and model is not None:  # before a folder is made for a model that does not exist
+                running = opened.enter_context(closing(_load(kind, model, folder, dtype, device)))
             store = opened.enter_context(KVStore.open(folder, memory_bytes=limits[0], disk_bytes=limits[1]))
             collection = opened.enter_context(Collection(folder))
-            engine = engine or TorchEngine.load(collection.get_meta("model") or "demo", dtype=dtype, device=device)
-            settings = _claim(collection, engine, recipe, system)
+            if running is None:
+                own = collection.get_meta("model") or "demo"
+                running = opened.enter_context(closing(_load(kind, own, folder, dtype, device)))
+            settings = _claim(collection, running, recipe, system)
             encoder = SentenceEmbedder(embedder or MINILM)
             retriever = HybridRetriever(collection, encoder)
             pipeline = cls(
-                engine, store, retriever, system=settings["system"], recipe=settings["recipe"],
+                running, store, retriever, system=settings["system"], recipe=settings["recipe"],
                 mode=str(default_mode), top_k=top_k, collection=collection, embedder=encoder,
             )  # fmt: skip
-            opened.pop_all()
+            pipeline._owned = opened.pop_all()
         return pipeline
 
     def close(self) -> None:
-        """Write what waits to be written and close the store."""
+        """Write what waits to be written and close the store, and the engine if `from_store` loaded it."""
         self.store.close()
         if self.collection is not None:
             self.collection.close()
+        self._owned.close()
 
     def __enter__(self) -> RagPipeline:
         return self
@@ -224,77 +234,44 @@ class RagPipeline:
         *,
         began: float | None = None,
         timings: dict[str, float] | None = None,
-        history: TokenIds | None = None,
-        cache: ContiguousCache | None = None,
+        conversation: Conversation | None = None,
     ) -> AnswerStream:
         """Blend (or prefill) a prompt and decode behind it: what `stream` does once it has its chunks.
 
-        ``history`` and ``cache`` hold the tokens, and their KV, that the prompt continues.
+        ``conversation`` is the engine's; what it holds of the prompt is not computed again.
 
         Raises
         ------
         PromptTooLongError
-            If history and prompt exceed the model's context; nothing was computed then.
+            If the prompt exceeds the model's context; nothing was computed then.
         """
         began = time.perf_counter() if began is None else began
-        started = time.perf_counter()
-        times = dict(timings or {})
-        context = prompt.token_ids if history is None else _joined(history, prompt.token_ids)
-        self.engine.check_room(len(context), _made_of(prompt, history))
-        settings, reason = mode.settings, None
-        if settings is not None and self.engine.unsupported is not None:
-            settings, reason = None, self._fall_back(str(self.engine.unsupported))
-        report: BlendReport | None = None
-        if settings is not None:
-            cache = cache if cache is not None else self.engine.new_cache(len(context) + 64)
-            report = self._blend(prompt, cache, mode)
-            if report is None:
-                reason = "chunk KVs are damaged again and again while they are read: check the disk of the store"
-            else:
-                times |= report.stages
-        times["prepare"] = time.perf_counter() - started - (sum(report.stages.values()) if report else 0.0)
-        ready = time.perf_counter()
-        decoder = self.engine.decoder(
-            context, cache if report else None, options or GenerationOptions(), report.logits if report else None
-        )
+        check_room(self.engine, len(prompt), _made_of(prompt))
+        generation = self.engine.generate(prompt, mode, self.library, options or GenerationOptions(), conversation)
 
         def finish() -> Answer:
-            first = decoder.first_token_at or time.perf_counter()
-            times.update(question=first - ready, ttft=first - began, total=time.perf_counter() - began)
+            ended = time.perf_counter()
+            first = (generation.first_token_at or ended) - began
+            done = generation.outcome
+            times = {**(timings or {}), **done.seconds}
+            times.update(question=max(0.0, first - sum(times.values())), ttft=first, total=ended - began)
+            self._note(done)
             return Answer(
-                decoder.text, tuple(sources), "full" if report is None else str(mode), times, report, reason,
-                decoder.finish_reason, len(context), len(decoder.tokens), tuple(decoder.tokens),
+                generation.text, tuple(sources), done.mode, times, done.report, done.fallback,
+                generation.finish_reason, len(prompt), len(generation.tokens), tuple(generation.tokens),
             )  # fmt: skip
 
-        return AnswerStream(iter(decoder), finish)
+        return AnswerStream(generation, finish)
 
-    def _blend(self, prompt: Prompt, cache: ContiguousCache, mode: Mode) -> BlendReport | None:
-        """Blend; a chunk that turns out damaged is dropped, computed again, and the blend starts over.
-
-        Returns None when there is no end to the damage.
-        """
-        settings = mode.settings
-        assert settings is not None
-        for _ in range(len(prompt.segments) + 1):
-            try:
-                with self.library.source(prompt) as source:
-                    return self.engine.blend(prompt, source, cache, settings, logits_to_keep=1)
-            except DamagedChunkError as error:
-                self.store.discard(error.key, error.reason)
-                self._count("damaged chunk recomputed")
-        if self._count("damaged again and again") == 1:
-            _log.warning("chunk KVs are damaged again and again, such prompts are prefilled in full: check the disk")
-        return None
-
-    def _fall_back(self, reason: str) -> str:
-        """Count a fallback to full prefill and log its first time."""
-        if self._count("unsupported model") == 1:
-            _log.warning("%s cannot be blended; every prompt is prefilled in full: %s", self.engine.name, reason)
-        return reason
-
-    def _count(self, what: str) -> int:
-        self.fallbacks[what] = self.fallbacks.get(what, 0) + 1
-        return self.fallbacks[what]
+    def _note(self, done: Outcome) -> None:
+        """Count what came between, and log the first fallback of each kind."""
+        with self._noting:
+            for incident in done.incidents:
+                self.fallbacks[incident] = self.fallbacks.get(incident, 0) + 1
+            fell_back = done.mode == "full" and done.fallback is not None
+            first = fell_back and self.fallbacks[done.incidents[-1]] == 1
+        if first:
+            _log.warning("a prompt cannot be blended and is prefilled (said once per reason): %s", done.fallback)
 
     def chat(self, *, mode: str | None = None, k: int | None = None) -> ChatSession:
         """Start a conversation: later turns keep the blended history and blend only new chunks."""
@@ -302,18 +279,25 @@ class RagPipeline:
 
     async def aask(self, question: str, **options: Any) -> Answer:
         """`ask`, without blocking the event loop."""
-        return await asyncio.to_thread(self.ask, question, **options)
+        stream = await asyncio.to_thread(self.stream, question, **options)
+        async for _ in stream:
+            pass
+        return stream.answer
 
     async def aingest(self, sources: Sequence[str | Path], **options: Any) -> IngestReport:
         """`ingest`, without blocking the event loop."""
         return await asyncio.to_thread(self.ingest, sources, **options)
 
     async def astream(self, question: str, **options: Any) -> AsyncIterator[str]:
-        """`stream`, without blocking the event loop; yields pieces of text."""
-        pieces: Iterator[str] = iter(await asyncio.to_thread(self.stream, question, **options))
-        end = object()
-        while (piece := await asyncio.to_thread(next, pieces, end)) is not end:
-            yield str(piece)
+        """`stream`, without blocking the event loop; yields pieces of text.
+
+        For the whole answer too: ``stream = await asyncio.to_thread(rag.stream, question)``, ``async for piece in
+        stream``, ``stream.answer``.
+        """
+        stream = await asyncio.to_thread(self.stream, question, **options)
+        async with aclosing(aiter(stream)) as pieces:
+            async for piece in pieces:
+                yield piece
 
 
 def check_store(path: str | Path) -> None:
@@ -328,21 +312,28 @@ def check_store(path: str | Path) -> None:
         raise InputError(f"{path} holds no store; make one with: blendkv ingest CORPUS --store {path}")
 
 
-def _made_of(prompt: Prompt, history: TokenIds | None) -> str:
+def _made_of(prompt: Prompt) -> str:
     """What the tokens of a context are, for an error."""
     chunks = [len(s.token_ids) for s in prompt.segments if s.kind == "chunk"]
-    rest = len(prompt) - sum(chunks) - len(prompt.segments[-1].token_ids) + (0 if history is None else len(history))
     question = len(prompt.segments[-1].token_ids)
-    return f" ({sum(chunks)} in {len(chunks)} chunks, {question} in the question, {rest} before them)"
+    rest = len(prompt) - sum(chunks) - question
+    return f" ({sum(chunks)} in {len(chunks)} chunks, {question} in the question, {rest} beside them)"
 
 
-def _joined(history: TokenIds, more: TokenIds) -> TokenIds:
-    return as_token_ids([*history.tolist(), *more.tolist()])
+def _load(kind: str, model: str, store: Path, dtype: str, device: str) -> Engine:
+    """Load an engine by its name; what an engine needs is imported with it."""
+    if kind == "torch":
+        from blendkv.engines.torch.engine import TorchEngine
+
+        return TorchEngine.load(model, dtype=dtype, device=device)
+    if kind == "vllm":
+        from blendkv.engines.vllm.engine import VllmEngine
+
+        return VllmEngine.load(model, store=store, dtype=dtype)
+    raise InputError(f"unknown engine {kind!r}; allowed: torch, vllm")
 
 
-def _claim(
-    collection: Collection, engine: TorchEngine, recipe: RecipeKind | None, system: str | None
-) -> dict[str, Any]:
+def _claim(collection: Collection, engine: Engine, recipe: RecipeKind | None, system: str | None) -> dict[str, Any]:
     """Tie the collection to the model that makes its token ids, and return its recipe and system message."""
     made_by = collection.get_meta("fingerprint")
     if made_by is not None and made_by != engine.fingerprint:

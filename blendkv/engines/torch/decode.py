@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +17,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from blendkv.engines.base import GenerationOptions
-
-_DONE = object()
+from blendkv.engines.base import GenerationOptions, Outcome
+from blendkv.engines.generation import End, Generation
 
 
 class _Watch(StoppingCriteria):
@@ -37,8 +35,8 @@ class _Watch(StoppingCriteria):
         return torch.full((1,), ended, dtype=torch.bool, device=input_ids.device)
 
 
-class Decoder:
-    """One answer in flight. Iterate, once, for text pieces; afterwards the attributes are known.
+class Decoder(Generation):
+    """One answer in flight, decoded in a thread of its own.
 
     Parameters
     ----------
@@ -52,15 +50,6 @@ class Decoder:
         How to decode.
     lock
         The engine's, held while the model runs.
-
-    Attributes
-    ----------
-    tokens, text
-        What was decoded: token ids (one that ends the answer included), and text up to a stop string.
-    first_token_at
-        `time.perf_counter` at the first token.
-    finish_reason
-        ``stop``, ``length`` (of `GenerationOptions`, or of the model's context), or ``cancelled``.
     """
 
     def __init__(
@@ -73,16 +62,14 @@ class Decoder:
         options: GenerationOptions,
         lock: threading.Lock,
     ) -> None:
-        self.tokens: list[int] = []
-        self.first_token_at: float | None = None
-        self.finish_reason = "cancelled"
-        self.text = ""
+        super().__init__(Outcome("full"))
         self._model, self._options = model, options
         self._ids, self._cache, self._logits, self._lock = token_ids, cache, logits, lock
         self._eos = end_token_ids(model, tokenizer)
         self._output = TextOutput(tokenizer, options.stop)
         self._cancel = threading.Event()
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._put: Callable[[Any], None] = lambda item: None
+        self._worker: threading.Thread | None = None
 
     def _config(self) -> GenerationConfig:
         own = self._model.generation_config
@@ -103,7 +90,7 @@ class Decoder:
         if self.first_token_at is None:
             self.first_token_at = time.perf_counter()
         self.tokens.append(token)
-        self._queue.put(self._output.push(token))
+        self._put(self._output.push(token))
         return self._output.stopped or self._cancel.is_set()
 
     def _generate(self) -> None:
@@ -121,26 +108,29 @@ class Decoder:
                     stopping_criteria=StoppingCriteriaList([_Watch(self._received)]),
                     **extra,
                 )
-            self._queue.put(self._output.flush())
-            self._queue.put(_DONE)
+            self._put(self._output.flush())
+            self._put(End(self._ended()))
         except BaseException as error:
-            self._queue.put(error)
+            self._put(error)
 
-    def __iter__(self) -> Generator[str, None, None]:
-        worker = threading.Thread(target=self._generate, name="blendkv-decode", daemon=True)
-        worker.start()
-        try:
-            while (item := self._queue.get()) is not _DONE:
-                if isinstance(item, BaseException):
-                    raise item
-                if item:
-                    self.text += item
-                    yield item
-            ended = self._output.stopped or self.tokens[-1] in self._eos
-            self.finish_reason = "stop" if ended else "length"
-        finally:
-            self._cancel.set()
-            worker.join()
+    def _ended(self) -> str:
+        """Why the decoding ended."""
+        if self._output.stopped or self.tokens[-1] in self._eos:
+            return "stop"
+        return "cancelled" if self._cancel.is_set() else "length"
+
+    def _start(self, put: Callable[[Any], None]) -> None:
+        self._put = put
+        self._worker = threading.Thread(target=self._generate, name="blendkv-decode", daemon=True)
+        self._worker.start()
+
+    def cancel(self) -> None:
+        """Stop behind the token that is being decoded."""
+        self._cancel.set()
+
+    def _join(self) -> None:
+        if self._worker is not None:
+            self._worker.join()
 
 
 def _behind(cache: Any, logits: torch.Tensor) -> Callable[..., torch.Tensor]:

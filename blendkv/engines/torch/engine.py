@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from blendkv.blend import BlendReport, BlendSettings, blend, collect
-from blendkv.engines.base import GenerationOptions, KVSource, kv_bytes_per_token
+from blendkv.blend import BlendReport, BlendSettings, Mode, blend, collect
+from blendkv.engines.base import (
+    Conversation,
+    GenerationOptions,
+    KVSource,
+    Outcome,
+    check_room,
+    kv_bytes_per_token,
+)
 from blendkv.engines.fingerprint import fingerprint_folder, fingerprint_model
+from blendkv.engines.folders import model_name, resolve_folder
 from blendkv.engines.torch.cache import ContiguousCache
+from blendkv.engines.torch.conversation import TorchConversation
 from blendkv.engines.torch.decode import Decoder, end_token_ids
-from blendkv.engines.torch.load import DEMO, load_model, resolve_folder
+from blendkv.engines.torch.load import load_model
 from blendkv.engines.torch.runner import TorchRunner, context_of
-from blendkv.errors import ModelLoadError, PromptTooLongError, UnsupportedModelError
-from blendkv.types import ChunkKV, Prompt, Recipe, TokenIds, to_tensor
+from blendkv.errors import DamagedChunkError, ModelLoadError, UnsupportedModelError
+from blendkv.library import ChunkLibrary, Library
+from blendkv.store.tiered import KVStore
+from blendkv.types import ChunkKV, Prompt, Recipe, RecipeKind, TokenIds, to_tensor
+
+_DAMAGED = "damaged chunk recomputed"
+_NO_END = "chunk KVs are damaged again and again while they are read: check the disk of the store"
 
 
 class TorchEngine:
@@ -61,9 +76,7 @@ class TorchEngine:
         """
         folder = resolve_folder(model)
         loaded, tokenizer = load_model(folder, dtype, device)
-        # An absolute path: a store remembers its model by name and may be opened from another folder.
-        name = str(folder.absolute()) if Path(model).expanduser().is_dir() and model != DEMO else model
-        return cls(loaded, tokenizer, name=name, fingerprint=fingerprint_folder(folder))
+        return cls(loaded, tokenizer, name=model_name(model, folder), fingerprint=fingerprint_folder(folder))
 
     @property
     def dtype(self) -> str:
@@ -115,19 +128,66 @@ class TorchEngine:
         with self.lock:
             return blend(self.runner, prompt, source, cache, settings, logits_to_keep)
 
-    def check_room(self, tokens: int, made_of: str = "") -> None:
-        """Refuse a context of ``tokens`` that leaves no room for an answer; ``made_of`` says what they are.
+    def library(self, store: KVStore, kind: RecipeKind, system_prefix: TokenIds) -> ChunkLibrary:
+        """The chunk KVs of this engine in ``store``."""
+        return ChunkLibrary(self, store, kind, system_prefix)
 
-        Raises
-        ------
-        PromptTooLongError
-            If so.
+    def conversation(self) -> TorchConversation:
+        """Start a conversation, whose history stays in a cache."""
+        return TorchConversation(self)
+
+    def close(self) -> None:
+        """Nothing to do: the memory goes with the object."""
+
+    def check_room(self, tokens: int, made_of: str = "") -> None:
+        """Refuse a context of ``tokens`` that leaves no room for an answer; see `blendkv.engines.base.check_room`."""
+        check_room(self, tokens, made_of)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        mode: Mode,
+        library: Library,
+        options: GenerationOptions,
+        conversation: Conversation | None = None,
+    ) -> Decoder:
+        """Blend now, and return the decoding; see `blendkv.engines.base.Engine.generate`."""
+        began = time.perf_counter()
+        assert isinstance(library, ChunkLibrary)
+        assert conversation is None or isinstance(conversation, TorchConversation)
+        outcome, report, cache = Outcome("full"), None, None
+        if mode.settings is not None and self.unsupported is not None:
+            outcome = Outcome("full", None, str(self.unsupported), ("unsupported model",))
+        elif mode.settings is not None:
+            conversation = conversation or TorchConversation(self, room=64)
+            rest, cache = conversation.behind(prompt)
+            report, damaged = self._blend_whole(rest, library, cache, mode.settings)
+            outcome = Outcome(str(mode), report, None, (_DAMAGED,) * damaged)
+            if report is None:
+                outcome, cache = Outcome("full", None, _NO_END, (*outcome.incidents, "damaged again and again")), None
+        decoder = self.decoder(prompt.token_ids, cache, options, None if report is None else report.logits)
+        if conversation is not None and report is not None:
+            conversation.blended(prompt, decoder)
+        stages = {} if report is None else report.stages
+        seconds = {"prepare": time.perf_counter() - began - sum(stages.values()), **stages}
+        decoder.outcome = replace(outcome, seconds=seconds)
+        return decoder
+
+    def _blend_whole(
+        self, prompt: Prompt, library: ChunkLibrary, cache: ContiguousCache, settings: BlendSettings
+    ) -> tuple[BlendReport | None, int]:
+        """Blend; a chunk that turns out damaged is dropped, computed again, and the blend starts over.
+
+        Returns the report, None when there is no end to the damage, and the number of damaged chunks.
         """
-        if tokens >= self.context:
-            raise PromptTooLongError(
-                f"the prompt has {tokens} tokens{made_of}; the context of {self.name} holds {self.context}, the answer "
-                "included: ask for fewer or smaller chunks (--top-k), or shorten the question"
-            )
+        tries = len(prompt.segments) + 1
+        for damaged in range(tries):
+            try:
+                with library.source(prompt) as source:
+                    return self.blend(prompt, source, cache, settings, logits_to_keep=1), damaged
+            except DamagedChunkError as error:
+                library.store.discard(error.key, error.reason)
+        return None, tries
 
     def decoder(
         self,
