@@ -9,8 +9,11 @@ from typing import Any
 
 from blendkv.blend import parse_mode
 from blendkv.engines.base import GenerationOptions
+from blendkv.engines.torch.engine import TorchEngine
+from blendkv.errors import InputError
 from blendkv.eval.fidelity import Fidelity, Reference, blended, noise_floor, reference
 from blendkv.eval.rows import ModeSamples
+from blendkv.library import ChunkLibrary
 from blendkv.pipeline import RagPipeline
 from blendkv.retrieval.load import PYTHON_REFERENCE
 from blendkv.retrieval.retriever import RetrievedChunk
@@ -79,9 +82,10 @@ def _one_question(pipeline: RagPipeline, question: str, samples: dict[str, ModeS
     found = pipeline.retriever.retrieve(question, pipeline.top_k)
     prompt = pipeline.prompts.first([s.chunk.token_ids for s in found], question)
     began = time.perf_counter()
-    pipeline.library.readers(prompt)
+    engine, library = _embedded(pipeline)
+    library.readers(prompt)
     first_use = time.perf_counter() - began
-    truth = reference(pipeline.engine, prompt)
+    truth = reference(engine, prompt)
     answers, kl = {}, {}
     for spec, sample in samples.items():
         answers[spec] = _answer(pipeline, question, spec, sample)
@@ -104,12 +108,22 @@ def _answer(pipeline: RagPipeline, question: str, spec: str, sample: ModeSamples
 
 def _fidelity(pipeline: RagPipeline, prompt: Prompt, truth: Reference, sample: ModeSamples) -> Fidelity:
     settings = sample.mode.settings
+    engine, library = _embedded(pipeline)
     if settings is None:
-        return noise_floor(pipeline.engine, prompt, truth)
-    fidelity, report = blended(pipeline.engine, pipeline.library, prompt, truth, settings)
+        return noise_floor(engine, prompt, truth)
+    fidelity, report = blended(engine, library, prompt, truth, settings)
     sample.reports.append(report)
     sample.bytes_loaded += report.bytes_loaded
     return fidelity
+
+
+def _embedded(pipeline: RagPipeline) -> tuple[TorchEngine, ChunkLibrary]:
+    """The embedded engine and its library: distributions are compared in this process."""
+    if not isinstance(pipeline.engine, TorchEngine) or not isinstance(pipeline.library, ChunkLibrary):
+        raise InputError(
+            "the demo compares distributions, which needs the embedded engine: open it with engine='torch'"
+        )
+    return pipeline.engine, pipeline.library
 
 
 def _topic(found: RetrievedChunk) -> str:

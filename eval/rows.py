@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from blendkv.blend import BlendReport, Mode
+from blendkv.blend import BlendSummary, Mode
 from blendkv.eval.fidelity import Fidelity
 
 
@@ -28,7 +28,7 @@ class ModeSamples:
     mode: Mode
     ttft: list[float] = field(default_factory=list)
     fidelity: list[Fidelity] = field(default_factory=list)
-    reports: list[BlendReport] = field(default_factory=list)
+    reports: list[BlendSummary] = field(default_factory=list)
     bytes_loaded: int = 0
 
     def row(self, full: ModeSamples | None) -> dict[str, Any]:

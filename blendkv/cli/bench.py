@@ -7,13 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from blendkv.cli.bench_vllm import MemoryShare, bench_serve, count, names, ttft_vllm
 from blendkv.cli.common import Device, Dtype, Json, describe_machine, emit, err, number, out, table
 from blendkv.config import format_bytes
+from blendkv.errors import InputError
 
 if TYPE_CHECKING:
     from blendkv.eval.bench.ttft import TtftResult, TtftSettings
 
 app = typer.Typer(help="Measured ratios, in one run, with hardware and versions.")
+
+
+app.command("serve")(bench_serve)
 
 
 @app.callback()
@@ -25,40 +30,47 @@ def group() -> None:
 def ttft(
     model: Annotated[str, typer.Option(help="Model folder, hub id, or demo.")] = "demo",
     modes: Annotated[str | None, typer.Option(help="Mode specs, comma-separated.")] = None,
-    chunks: Annotated[int, typer.Option(help="Chunks in the prompt.")] = 6,
+    engine: Annotated[str, typer.Option(help="torch or vllm.")] = "torch",
+    chunks: Annotated[int, typer.Option(help="Chunks in the prompt (torch).")] = 6,
+    tokens: Annotated[str, typer.Option(help="Chunk tokens per prompt, comma-separated sizes (vllm).")] = "2000,4000",
     chunk_tokens: Annotated[int, typer.Option(help="Tokens per chunk.")] = 400,
     repeats: Annotated[int, typer.Option(help="Timed rounds.")] = 5,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
-    tiers: Annotated[str, typer.Option(help="memory, disk, or both.")] = "memory,disk",
+    tiers: Annotated[str, typer.Option(help="memory, disk, or both (torch).")] = "memory,disk",
+    eager: Annotated[bool, typer.Option("--eager/--compiled", help="vLLM's eager mode, or its compiled one.")] = True,
+    memory_share: MemoryShare = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Time to first token of every mode, with the ideal beside it."""
+    """Time to first token of every mode, with the ideal beside it; inside vLLM also what the connector costs."""
+    if engine == "vllm":
+        sizes = [count(text, "tokens") for text in names(tokens)]
+        share = memory_share
+        ttft_vllm(model, dtype, modes, sizes, chunk_tokens, repeats, threads, eager, share, as_json)
+        return
+    if engine != "torch":
+        raise InputError(f"unknown engine {engine!r}; allowed: torch, vllm")
     from blendkv.engines.torch.engine import TorchEngine
     from blendkv.eval.bench.ttft import MODES, TtftSettings, run_ttft
 
-    asked = MODES if modes is None else _names(modes)
-    settings = TtftSettings(chunks, chunk_tokens, repeats, threads, asked, _names(tiers))
-    engine = TorchEngine.load(model, dtype=dtype, device=device)
+    asked = MODES if modes is None else names(modes)
+    settings = TtftSettings(chunks, chunk_tokens, repeats, threads, asked, names(tiers))
+    loaded = TorchEngine.load(model, dtype=dtype, device=device)
     result = run_ttft(
-        engine, settings, (lambda line: None) if as_json else (lambda line: err.print(line, markup=False))
+        loaded, settings, (lambda line: None) if as_json else (lambda line: err.print(line, markup=False))
     )
     if as_json:
         emit(
-            "bench ttft", result.rows, model=model, dtype=engine.dtype, settings=asdict(settings),
+            "bench ttft", result.rows, model=model, dtype=loaded.dtype, settings=asdict(settings),
             correct=result.correct, left_out=result.left_out,
             budget_one_kl=result.budget_one.kl, noise_floor_kl=result.noise.kl,
             ingest={**asdict(result.ingest), "ratio": result.ingest.ratio},
         )  # fmt: skip
     else:
-        _show(result, settings, engine.dtype)
+        _show(result, settings, loaded.dtype)
     if not result.correct:
         raise typer.Exit(1)
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _show(result: TtftResult, settings: TtftSettings, dtype: str) -> None:

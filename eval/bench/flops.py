@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from blendkv.blend import BlendReport
-from blendkv.engines.base import ModelRunner
+from blendkv.blend import BlendReport, BlendSummary
+from blendkv.engines.base import LayerSpec, ModelRunner
 from blendkv.kernels import AttentionParams
 
 _ROWS = 32
@@ -22,19 +24,32 @@ class _NoAttention:
 
 
 class FlopModel:
-    """FLOPs of a runner's passes; linear work is counted by torch, attention by its mask."""
+    """FLOPs of a model's passes.
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+    Parameters
+    ----------
+    layers
+        Attention layers; attention is counted by its mask.
+    per_row
+        FLOPs of everything else, per row and over all layers.
+    """
+
+    def __init__(self, layers: Sequence[LayerSpec], per_row: float) -> None:
+        self._layers = layers
+        self.per_row = per_row
+
+    @classmethod
+    def counted(cls, runner: ModelRunner) -> FlopModel:
+        """Of a runner whose linear work is torch's: counted in a short pass."""
         ids = torch.arange(3, 3 + _ROWS, device=runner.device)
         with torch.inference_mode(), FlopCounterMode(display=False) as counter:
             runner.forward(ids, torch.arange(_ROWS, device=runner.device), _NoAttention())
-        self.per_row = counter.get_total_flops() / _ROWS
+        return cls(runner.layers, counter.get_total_flops() / _ROWS)
 
     def attention(self, positions: torch.Tensor, layers: int | None = None) -> float:
         """FLOPs of attention for queries at ``positions`` over the first ``layers`` layers (all by default)."""
         total = 0.0
-        for spec in self._runner.layers[:layers]:
+        for spec in self._layers[:layers]:
             seen = positions + 1
             if spec.params.window is not None:
                 seen = seen.clamp(max=spec.params.window)
@@ -45,16 +60,23 @@ class FlopModel:
         """A full prefill."""
         return tokens * self.per_row + self.attention(torch.arange(tokens))
 
-    def blend(self, report: BlendReport) -> float:
-        """A blend: its recompute pass, its scoring pass, its deviation pass. Moving keys counts as nothing."""
+    def blend(self, report: BlendSummary) -> float:
+        """A blend: its recompute pass, its scoring pass, its deviation pass. Moving keys counts as nothing.
+
+        A summary does not say which tokens were selected: they are then taken to be spread evenly before the question.
+        """
         tokens = report.total_tokens
         question = torch.arange(tokens - report.fresh_tokens, tokens)
-        rows = torch.cat((report.selected, question))
+        if isinstance(report, BlendReport):
+            selected = report.selected
+        else:
+            selected = torch.linspace(0, tokens - report.fresh_tokens, report.recomputed_tokens).long()
+        rows = torch.cat((selected, question))
         total = len(rows) * self.per_row + self.attention(rows)
         if report.scored_rows:
             total += report.scored_rows * self.per_row + self.attention(question)
-        layers = len(self._runner.layers)
-        early = round(report.budget_spent * layers * report.reusable_tokens) - layers * len(report.selected)
+        layers = len(self._layers)
+        early = round(report.budget_spent * layers * report.reusable_tokens) - layers * report.recomputed_tokens
         if early > 0:  # candidates run through the check layers only
             total += early * self.per_row / layers
         return total

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from blendkv.blend import BlendReport, BlendSettings, parse_mode
 from blendkv.engines.base import GenerationOptions
@@ -89,17 +90,18 @@ class _Lane:
     peak: int | None = None
 
 
-def real_chunks(engine: TorchEngine, count: int, tokens: int) -> list[TokenIds]:
-    """Runs of ``tokens`` token ids of the Python language reference, each from another topic."""
-    found = []
+def real_chunks(tokenizer: PreTrainedTokenizerBase, count: int, tokens: int, each: int | None = 1) -> list[TokenIds]:
+    """Runs of ``tokens`` token ids of the Python language reference, at most ``each`` of a topic."""
+    found: list[TokenIds] = []
     for document in load_corpus([PYTHON_REFERENCE], on_skip=_refuse):
-        ids = engine.tokenizer(document.text, add_special_tokens=False)["input_ids"]
-        if len(ids) >= tokens:
-            found.append(as_token_ids(ids[:tokens]))
-        if len(found) == count:
-            return found
+        ids = tokenizer(document.text, add_special_tokens=False)["input_ids"]
+        runs = [ids[first : first + tokens] for first in range(0, len(ids) - tokens + 1, tokens)]
+        found += [as_token_ids(run) for run in runs[:each]]
+        if len(found) >= count:
+            return found[:count]
+    what = "topics" if each == 1 else "runs"
     raise InputError(
-        f"the Python reference has {len(found)} topics of {tokens} tokens, asked for {count}: use fewer or smaller"
+        f"the Python reference has {len(found)} {what} of {tokens} tokens, asked for {count}: use fewer or smaller"
     )
 
 
@@ -111,7 +113,7 @@ class _Bench:
     def __init__(self, engine: TorchEngine, settings: TtftSettings, folder: Path) -> None:
         self.engine, self.settings = engine, settings
         self.builder = PromptBuilder(engine.tokenizer)
-        chunks = real_chunks(engine, settings.chunks, settings.chunk_tokens)
+        chunks = real_chunks(engine.tokenizer, settings.chunks, settings.chunk_tokens)
         self.prompt: Prompt = self.builder.first(chunks, QUESTION)
         engine.check_room(len(self.prompt) + CONTINUATION, ", 16 of them of the answer")
         self.chunks = chunks
@@ -219,7 +221,7 @@ def _run(bench: _Bench, tell: Callable[[str], None]) -> TtftResult:
     tell("ingest rate against plain batched prefill")
     rate = ingest_rate(engine, bench.chunks, bench.builder.prefix)
     result = TtftResult([], budget_one, noise_floor(engine, bench.prompt, truth), rate, list(left_out.values()))
-    flops = FlopModel(engine.runner)
+    flops = FlopModel.counted(engine.runner)
     full = next((lane.samples for lane in lanes if lane.samples.mode.settings is None), None)
     result.rows = [_row(lane, full if result.correct else None, flops, len(bench.prompt)) for lane in lanes]
     return result

@@ -101,7 +101,8 @@ def test_percentiles(seconds):
 def report(**values):
     fields = {
         "selector": "strided", "shift": "js", "budget_asked": 0.5, "budget_spent": 0.25, "total_tokens": 10,
-        "reusable_tokens": 6, "exact_tokens": 0, "fresh_tokens": 2, "scored_rows": 0, "bytes_loaded": 7,
+        "reusable_tokens": 6, "exact_tokens": 0, "fresh_tokens": 2, "recomputed_tokens": 3, "scored_rows": 0,
+        "bytes_loaded": 7,
         "selected": torch.tensor([3, 5, 6]), "stages": {},
     }  # fmt: skip
     return BlendReport(**{**fields, **values})
@@ -157,7 +158,7 @@ def test_the_shortest_blend():
 
 @pytest.fixture(scope="module")
 def model():
-    return FlopModel(TorchRunner(build("llama")))
+    return FlopModel.counted(TorchRunner(build("llama")))
 
 
 class TestFlops:
@@ -182,7 +183,7 @@ class TestFlops:
         assert model.blend(report(budget_spent=18 / 24)) == pytest.approx(early, rel=1e-3)
 
     def test_windows(self):
-        model = FlopModel(TorchRunner(build("mistral")))  # every layer sees 9 tokens
+        model = FlopModel.counted(TorchRunner(build("mistral")))  # every layer sees 9 tokens
         assert model.attention(torch.arange(20)) == 4 * self.PER_KEY * (45 + 11 * 9)
         assert model.attention(torch.arange(20), 1) == self.PER_KEY * (45 + 11 * 9)
 

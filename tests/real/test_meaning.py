@@ -33,7 +33,7 @@ def library(engine):
 def test_budget_one_is_full_prefill_in_float32(engine32):
     """KL under 1e-4 nats, and the control, one budget below, is far above."""
     builder, chunks = library(engine32)
-    prompt = builder.first(real_chunks(engine32, 4, 150), QUESTIONS[0])
+    prompt = builder.first(real_chunks(engine32.tokenizer, 4, 150), QUESTIONS[0])
     truth = reference(engine32, prompt)
     exact, report = blended(engine32, chunks, prompt, truth, parse_mode("blend:head_query@1").settings)
     loose, _ = blended(engine32, chunks, prompt, truth, parse_mode("reuse").settings)
@@ -45,7 +45,7 @@ def test_budget_one_is_full_prefill_in_float32(engine32):
 
 def test_kl_falls_with_the_budget(engine):
     builder, chunks = library(engine)
-    passages = real_chunks(engine, 4, 200)
+    passages = real_chunks(engine.tokenizer, 4, 200)
     budgets = (0.0, 0.05, 0.3, 1.0)
     found = {b: [] for b in budgets}
     for question in QUESTIONS:
