@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from blendkv.errors import InputError
 from blendkv.types import Prompt, Segment, TokenIds, as_token_ids
@@ -16,6 +17,14 @@ INSTRUCTION = "Answer the question from the passages above, in a few words. Do n
 
 _log = logging.getLogger(__name__)
 _MARK = "\u2063blendkv\u2063"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one side of a conversation said."""
+
+    role: Literal["user", "assistant"]
+    text: str
 
 
 class PromptBuilder:
@@ -77,10 +86,7 @@ class PromptBuilder:
     def _question(self, question: str) -> Segment:
         if not question.strip():
             raise InputError("the question is empty; ask something")
-        try:
-            question.encode()
-        except UnicodeEncodeError:
-            raise InputError("the question holds a lone surrogate; valid Unicode is allowed: mend it") from None
+        _check_unicode(question, "the question")
         asked = self.encode(f"{INSTRUCTION}\nQuestion: {question.strip()}", plain=True)
         return Segment("query", as_token_ids([*asked, *self.encode(self._after)]))
 
@@ -96,6 +102,62 @@ class PromptBuilder:
         before = [Segment("history", as_token_ids(self.encode(opening)))] if opening else []
         return Prompt((*before, *(Segment("chunk", c) for c in chunks), self._question(question)))
 
+    def conversation(
+        self, chunks: Sequence[TokenIds], earlier: Sequence[Turn], question: str, system: str | None = None
+    ) -> Prompt:
+        """The prompt of a whole conversation whose last question has passages.
+
+        The passages stand right behind the system prefix, where they stand in a first turn too, so that their KV is
+        as good there; the earlier turns follow them as one ``history`` segment, then comes the question.
+
+        Parameters
+        ----------
+        chunks
+            Passages for the question.
+        earlier
+            The turns before it. Turns of one side in a row are joined.
+        question
+            The last user's words.
+        system
+            Another system message than the store's. Chunk KVs were computed behind the store's own, which stays in
+            front; this one is put behind the passages, where it is computed fresh.
+
+        Raises
+        ------
+        InputError
+            If the question is empty, a text is no valid Unicode, or the chat template does not keep earlier turns.
+        """
+        turns = _alternating(earlier)
+        own = "" if system is None or system.strip() in ("", self.system.strip()) else f"{system.strip()}\n\n"
+        _check_unicode(own, "the system message")
+        history = self.encode(own, plain=True) if own else []
+        answered = len(turns) - len(turns) % 2
+        # A user's turn that was not answered opens the turn of the question.
+        for turn, glue in zip(turns, [*self._glue(answered), "\n\n"], strict=False):
+            _check_unicode(turn.text, f"a turn of the {turn.role}")
+            words = f"Question: {turn.text.strip()}" if turn.role == "user" and turn.text.strip() else turn.text
+            history += [*self.encode(words, plain=True), *self.encode(glue)]
+        first = self.first(chunks, question)
+        if not history:
+            return first
+        return Prompt((*first.segments[:-1], Segment("history", as_token_ids(history)), first.segments[-1]))
+
+    def _glue(self, turns: int) -> list[str]:
+        """The template's texts behind each of ``turns`` turns; a question follows the last one."""
+        if turns == 0:
+            return []
+        if getattr(self._tokenizer, "chat_template", None) is None:
+            return [self._after, "\n\n"] * (turns // 2)
+        roles = ("user", "assistant")
+        try:  # without the system message: some templates put it into the last user's turn
+            text = self._render([{"role": roles[i % 2], "content": _MARK} for i in range(turns + 1)])
+        except Exception as error:
+            raise InputError(f"the model's chat template refuses a conversation ({error}); ask one question") from error
+        parts = text.split(_MARK)
+        if len(parts) != turns + 2:
+            raise InputError("the model's chat template does not keep earlier turns as they are; ask one question")
+        return parts[1:-1]
+
     def _opening(self) -> str:
         """The text between an answer and the next user's words."""
         if getattr(self._tokenizer, "chat_template", None) is None:
@@ -109,3 +171,22 @@ class PromptBuilder:
         if len(parts) != 3:
             raise InputError("the model's chat template does not keep earlier turns as they are; chat() cannot be used")
         return parts[1]
+
+
+def _alternating(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns with those of one side joined, beginning with the user's."""
+    joined: list[Turn] = []
+    for turn in turns:
+        if joined and joined[-1].role == turn.role:
+            joined[-1] = Turn(turn.role, f"{joined[-1].text}\n\n{turn.text}")
+        else:
+            joined.append(turn)
+    before = [Turn("user", "")] if joined and joined[0].role == "assistant" else []
+    return [*before, *joined]
+
+
+def _check_unicode(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{what} holds a lone surrogate; valid Unicode is allowed: mend it") from None

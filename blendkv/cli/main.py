@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from blendkv import __version__
-from blendkv.cli import ask, bench, demo, doctor, ingest, plan, store
+from blendkv.cli import ask, bench, demo, doctor, ingest, plan, serve, store
 from blendkv.errors import BlendKVError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ _UsageError: Any = typer.BadParameter.__base__
 app.command("demo")(demo.demo)
 app.command("ingest")(ingest.ingest)
 app.command("ask")(ask.ask)
+app.command("serve")(serve.serve)
 app.command("plan")(plan.plan)
 app.command("doctor")(doctor.doctor)
 app.add_typer(store.app, name="store")

@@ -1,0 +1,1 @@
+"""What a running BlendKV tells about itself: metrics in OpenMetrics form."""

@@ -1,0 +1,69 @@
+"""Handing a plain request on, as it came, to the engine's own OpenAI server in the same process."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from blendkv.observe.metrics import Metrics
+
+
+def forwarded(body: bytes, parsed: dict[str, Any], model: str) -> bytes:
+    """The bytes to hand on: those that came, without what only BlendKV reads."""
+    if "blendkv" not in parsed and parsed.get("model", model) == model:
+        return body
+    return json.dumps({**{k: v for k, v in parsed.items() if k != "blendkv"}, "model": model}).encode()
+
+
+class Passed(Response):
+    """The answer of another ASGI app to this request.
+
+    Parameters
+    ----------
+    app
+        Who answers.
+    body
+        Of the request, which has been read already.
+    metrics
+        Counts the request as ``plain``, ``error`` or ``cancelled``.
+    """
+
+    def __init__(self, app: ASGIApp, body: bytes, metrics: Metrics) -> None:
+        super().__init__()
+        self._app, self._request_body, self._metrics = app, body, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the app answer."""
+        headers = [(k, v) for k, v in scope["headers"] if k not in (b"content-length", b"transfer-encoding")]
+        headers.append((b"content-length", str(len(self._request_body)).encode()))
+        # What routing has put into the scope is this server's, the rest is the request's.
+        ours = ("app", "router", "endpoint", "route", "path_params")
+        inner = {k: v for k, v in scope.items() if k not in ours and not k.startswith("fastapi")}
+        replayed = False
+        status = 0
+
+        async def replay() -> Message:
+            nonlocal replayed
+            if replayed:
+                return await receive()
+            replayed = True
+            return {"type": "http.request", "body": self._request_body, "more_body": False}
+
+        async def watch(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app({**inner, "headers": headers}, replay, watch)
+        except BaseException:
+            self._metrics.failed("cancelled")
+            raise
+        if status < 400:
+            self._metrics.passed()
+        else:
+            self._metrics.failed("error")
