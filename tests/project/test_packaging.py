@@ -68,9 +68,12 @@ def test_import_from_the_wheel(tmp_path):
 
 @pytest.mark.xdist_group("real")
 def test_the_readme_runs_as_written(tmp_path):
-    """Its Python block, in a folder with docs/, prints an answer, sources and figures."""
+    """Its first Python block, in a folder with docs/, prints an answer, sources and figures.
+
+    The second one needs the server: tests/vllm/test_readme.py.
+    """
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert len(blocks) == 1
+    assert len(blocks) == 2
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     run = subprocess.run(
         [sys.executable, "-c", blocks[0]], cwd=tmp_path, capture_output=True, text=True, timeout=600,

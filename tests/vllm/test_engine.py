@@ -300,3 +300,22 @@ def test_an_engine_that_is_attached(engine, rag):
         assert pipeline.ask(QUESTION, mode="reuse", options=SOME).token_ids == expected
     attached.close()
     assert rag.ask(QUESTION, mode="reuse", options=SOME).token_ids == expected
+
+
+def test_chunks_that_were_missing_are_computed_when_there_is_time(model, tmp_path, monkeypatch):
+    """The first question is prefilled, at no extra cost; an idle engine computes its chunks; later ones are blended."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    load = {"store": tmp_path / "kv", "max_model_len": CONTEXT, "enforce_eager": True}
+    with VllmEngine.load(str(model), **load) as made, pipeline_over(made, made.store) as rag:
+        first = rag.ask(QUESTION, mode="blend:strided@0.1", options=SOME)
+        assert (first.mode, first.fallback) == ("full", "nothing_stored")
+        chunks = [source.chunk.token_ids for source in first.sources]
+        assert idle(made)
+        for _ in range(600):
+            if all(rag.library.has(ids) for ids in chunks):
+                break
+            time.sleep(0.1)
+        assert all(rag.library.has(ids) for ids in chunks)
+        later = rag.ask("Which statement is it?", mode="blend:strided@0.1", options=SOME)
+        assert later.mode == "blend:strided@0.1"
+        assert later.blend_report.reusable_tokens == sum(len(ids) for ids in chunks)

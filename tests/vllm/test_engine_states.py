@@ -18,7 +18,7 @@ def test_preempted_requests_resume_from_a_new_blend(tmp_path):
     sizes = (40, 60, 90)
     with start(tmp_path, sizes=sizes, num_gpu_blocks_override=7, enable_prefix_caching=False) as running:
         scheduler = running.llm.llm_engine.engine_core.engine_core.scheduler
-        alone = running.ask(mode=MODES[1], salt="x", tokens=80)
+        alone = running.ask(mode=MODES[1], tokens=80)  # without prefix caching no salt is needed
         plain = running.ask(tokens=80)
         preempted = []
         real = scheduler._preempt_request
@@ -29,7 +29,7 @@ def test_preempted_requests_resume_from_a_new_blend(tmp_path):
 
         scheduler._preempt_request = noted
         before = running.worker.outcomes["blended"]
-        requests = [running.request(mode=MODES[1], salt=f"p{i}", tokens=80) for i in range(2)]
+        requests = [running.request(mode=MODES[1], tokens=80) for _ in range(2)]
         answers = running.ask(running.request(tokens=80), *requests)  # the last come are preempted first
         assert preempted, "the KV space is too large for this test"
         assert running.worker.outcomes["blended"] > before + 2
@@ -104,6 +104,17 @@ def test_a_model_that_is_refused_is_served(tmp_path, tiny_checkpoint):
             assert tokens == expected
             assert running.told["outcome"] == "full"
         assert running.told["reason"] == "model"
+
+
+def test_a_worker_class_where_the_plugin_cannot_reach_the_model(tmp_path, monkeypatch):
+    """Without either, nothing is blended and all is served."""
+    monkeypatch.setattr("blendkv.engines.vllm.plugin.remember", lambda model: None)
+    for worker in ({"worker_cls": "blendkv.engines.vllm.worker_class.CpuWorker"}, {}):
+        with start(tmp_path, **worker) as running:
+            plain = running.ask()
+            assert close(running.ask(mode="blend:head_query@1", salt="x"), plain)
+            assert running.told["outcome"] == ("blended" if worker else "full")
+            assert running.told["reason"] == (None if worker else "model")
 
 
 def test_the_gate_s_verdict_is_honoured(tmp_path):

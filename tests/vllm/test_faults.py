@@ -17,8 +17,10 @@ pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.filterwarnings("ignor
 @pytest.fixture(scope="module", params=["llama", "gemma3_text"])
 def blending(request, tmp_path_factory):
     """A model with one KV cache group, whose blocks vLLM prefills again, and one with two, where it cannot be told."""
-    with start(tmp_path_factory.mktemp("model"), request.param, extra={"load_seconds": 0.3}) as running:
-        running.ask(mode="reuse", salt="fill")  # the store holds every chunk
+    sizes = 33, 1, 70, 45
+    with start(tmp_path_factory.mktemp("model"), request.param, sizes, extra={"load_seconds": 0.3}) as running:
+        running.ask(mode="reuse", salt="fill")
+        running.store.flush()  # the store holds every chunk, and can be searched for them
         yield running
 
 
@@ -29,18 +31,47 @@ def failing(error):
     return fail
 
 
-@pytest.mark.parametrize("call", ["get", "contains"])
-@pytest.mark.parametrize("error", [StoreError("the disk is away"), OSError("input/output error"), RuntimeError("?")])
-def test_a_store_call_that_fails(blending, monkeypatch, call, error):
+CALLS = ("get", "contains", "token_ids", "in_memory", "put_async")
+ERRORS = (StoreError("the disk is away"), OSError("input/output error"), RuntimeError("?"))
+
+
+@pytest.mark.parametrize("segments", ["own", None], ids=["boundaries", "content"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_store_call_that_fails(blending, monkeypatch, call, segments):
     """Whatever call to the store fails with whatever error: the answer is right, and blending resumes by itself."""
     plain = blending.ask()
-    blended = blending.ask(mode="reuse", salt=f"before-{call}-{error}")
-    with monkeypatch.context() as broken:
-        broken.setattr(KVStore, call, failing(error))
-        during = blending.ask(mode="reuse", salt=f"during-{call}-{error}")
-        # A chunk that cannot be read is computed: the answer is then the blend's.
-        assert close(during, plain) or (close(during, blended) and blending.told["outcome"] == "blended")
-    assert close(blending.ask(mode="reuse", salt=f"after-{call}-{error}"), blended)
+    blended = blending.ask(mode="reuse", salt=f"before-{call}-{segments}", segments=segments)
+    gone = blending.library.key(blending.world.chunks[0].token_ids)
+    for error in ERRORS:
+        with monkeypatch.context() as broken:
+            if call == "put_async":  # something to put: the chunk is missing
+                blending.store.remove(gone)
+            broken.setattr(KVStore, call, failing(error))
+            during = blending.ask(mode="reuse", salt=f"during-{call}-{error}-{segments}", segments=segments)
+            # What cannot be read, or is not found, is computed: the answer may be the blend's, or full prefill's.
+            assert close(during, plain) or (segments is None and call == "put_async") or close(during, blended)
+            assert blending.told["outcome"] in ("blended", "full")
+    blending.ask(mode="reuse", salt=f"mend-{call}-{segments}")
+    blending.store.flush()
+    assert close(blending.ask(mode="reuse", salt=f"after-{call}-{segments}", segments=segments), blended)
+    assert blending.told["outcome"] == "blended"
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_index_that_fails(blending, monkeypatch, error):
+    """The finder reads the store's index directly."""
+    from blendkv.matching import ChunkFinder
+
+    plain = blending.ask()
+    blended = blending.ask(mode="reuse", salt=f"index-before-{error}", segments=None)
+    for call in ("refresh", "find"):
+        with monkeypatch.context() as broken:
+            broken.setattr(ChunkFinder, call, failing(error))
+            if call == "refresh":  # bound when the connector was made
+                broken.setattr(blending.scheduler, "_refresh", failing(error))
+            assert close(blending.ask(mode="reuse", salt=f"index-{call}-{error}", segments=None), plain)
+            assert blending.told["outcome"] == "full"
+    assert close(blending.ask(mode="reuse", salt=f"index-after-{error}", segments=None), blended)
     assert blending.told["outcome"] == "blended"
 
 

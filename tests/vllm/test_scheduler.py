@@ -233,7 +233,7 @@ def test_little_stored_and_local_prefix():
     assert world.scheduler.finished(request)["reason"] == "little_stored"
     request = world.request("b", world.chunks(3))
     assert world.scheduler.matched(request, request.num_prompt_tokens - 12) == 0
-    assert world.scheduler.finished(request) == {"outcome": "prefix", "reason": "prefix", "mode": None}
+    assert world.scheduler.finished(request) == {"outcome": "prefix", "reason": "prefix", "mode": MODE}
 
 
 def test_matched_by_content():
@@ -321,6 +321,33 @@ def test_an_aborted_request_is_forgotten():
     assert world.scheduler.finished(request)["reason"] == "aborted"
     assert world.scheduler.finished(request) is None
     assert world.ahead.dropped == ["a", "a"]
+
+
+def test_what_was_read_is_not_read_again(tmp_path):
+    """Workers in other processes: the scheduler keeps nothing, and remembers as much as they have room for."""
+    import torch
+
+    from blendkv.engines.vllm.prefetch import Prefetcher
+    from blendkv.store.tiered import KVStore
+    from blendkv.types import ChunkKV
+
+    def chunk(first):
+        ids = as_token_ids(range(first, first + 10))
+        return ChunkKV("model", Recipe("bos", (1,), "float32"), ids, (torch.randn(10, 2, 8),), (torch.randn(10, 2, 8),))
+
+    kvs = [chunk(first) for first in (10, 30, 50)]
+    with KVStore.open(tmp_path / "s", memory_bytes=0) as store:
+        for kv in kvs:
+            store.put(kv)
+        reads = []
+        get = store.get
+        store.get = lambda key, ids: reads.append(key) or get(key, ids)
+        ahead = Prefetcher(store, 10.0, remembered_bytes=2 * kvs[0].nbytes)
+        for number, kv in enumerate((*kvs, kvs[2], kvs[1], kvs[0])):
+            while not ahead.ready(f"r{number}", [(kv.key, kv.token_ids)]):
+                time.sleep(0.01)
+        assert reads == [kv.key for kv in (*kvs, kvs[0])]
+        ahead.close()
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from blendkv.engines.vllm.prefetch import Prefetcher
 from blendkv.engines.vllm.scheduler import BlendScheduler
 from blendkv.engines.vllm.settings import ConnectorSettings
 from blendkv.engines.vllm.stats import BlendProm, BlendStats
-from blendkv.engines.vllm.worker import BlendWorker, described, model_folder
+from blendkv.engines.vllm.worker import BlendWorker, bos_token_id, described, model_folder
 from blendkv.errors import InputError, UnsupportedModelError
 from blendkv.matching import ChunkFinder
 
@@ -66,7 +66,9 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         self._refused: UnsupportedModelError | None = None
         self._fingerprint = fingerprint_folder(model_folder(vllm_config))
         self._scheduler: BlendScheduler | None = None
-        self._store = stores.acquire(self.settings.store, self.settings.memory_bytes)
+        self._apart = vllm_config.parallel_config.distributed_executor_backend != "uni"  # workers are other processes
+        idle_memory = self._apart and role == KVConnectorRole.SCHEDULER
+        self._store = stores.acquire(self.settings.store, 0 if idle_memory else self.settings.memory_bytes)
         self._closed = False
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler()
@@ -77,12 +79,13 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
     def _make_scheduler(self) -> BlendScheduler:
         config = self._vllm_config
         dtype = str(config.model_config.dtype).removeprefix("torch.")
-        bos = getattr(config.model_config.hf_text_config, "bos_token_id", None)
+        bos = bos_token_id(config)
         facts = Facts(self._fingerprint, dtype, bos, bool(config.cache_config.enable_prefix_caching))
         finder = ChunkFinder(self._store, self._fingerprint, dtype, bos)
         finder.refresh()  # the first one reads the whole index
         planner = Planner(self.settings, facts, self._store, finder)
-        prefetcher = Prefetcher(self._store, self.settings.load_seconds)
+        remembered = self.settings.memory_bytes if self._apart else 0
+        prefetcher = Prefetcher(self._store, self.settings.load_seconds, remembered)
         step_tokens = self.settings.step_tokens or config.scheduler_config.max_num_batched_tokens
         scheduler = BlendScheduler(self.settings, planner, prefetcher, step_tokens, finder.refresh)
         verdict = read_verdict(self.settings.store, self._fingerprint)
@@ -153,8 +156,6 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
             self.blender()
         except UnsupportedModelError as error:
             _log.warning("this model is not blended, every request is prefilled in full: %s", error)
-        except LookupError as error:
-            _log.warning("nothing is blended: %s", error)
 
     def blender(self) -> BlendWorker:
         """The worker's half.

@@ -50,7 +50,7 @@ def _blender() -> Any:
 def _describe(model: Any) -> dict[str, Any]:
     try:
         layers = _blender().runner
-    except (UnsupportedModelError, LookupError) as error:
+    except UnsupportedModelError as error:
         return {"unsupported": str(error), "kv_bytes_per_token": None}
     ours = kv_bytes_per_token(layers)
     share = model.get_total_num_kv_heads() / layers.layers[0].kv_heads  # a rank has its own heads only

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from blendkv.errors import UnsupportedModelError
+
 ACTIVE = "BLENDKV_VLLM_ACTIVE"
 """Environment variable that tells vLLM's worker processes, which inherit it, that the connector is configured."""
 _LOADED: list[weakref.ref[nn.Module]] = []
@@ -51,12 +53,12 @@ def loaded_model() -> nn.Module:
 
     Raises
     ------
-    LookupError
+    UnsupportedModelError
         If there is none.
     """
     model = _LOADED[-1]() if _LOADED else None
     if model is None:
-        raise LookupError(
+        raise UnsupportedModelError(
             "no model was loaded through BlendKV's plugin; if VLLM_PLUGINS is set, add 'blendkv' to it, or give vLLM "
             "worker_cls='blendkv.engines.vllm.worker_class.GpuWorker' (CpuWorker on CPU)"
         )

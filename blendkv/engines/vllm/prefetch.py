@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -27,10 +29,16 @@ class Prefetcher:
         Where they are.
     seconds
         How long a request may wait.
+    remembered_bytes
+        Where the workers are other processes, with memory tiers of their own: how much of what was read last is taken
+        for still being in memory. 0 where they share this store's memory tier.
     """
 
-    def __init__(self, store: KVStore, seconds: float) -> None:
+    def __init__(self, store: KVStore, seconds: float, remembered_bytes: int = 0) -> None:
         self._store, self._seconds = store, seconds
+        self._most, self._held = remembered_bytes, 0
+        self._read_before: OrderedDict[str, int] = OrderedDict()
+        self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="blendkv-prefetch")
         self._running: dict[str, tuple[Future[None], float]] = {}
 
@@ -46,7 +54,7 @@ class Prefetcher:
         """
         known = self._running.get(request_id)
         if known is None:
-            wanted = [chunk for chunk in chunks if not self._store.in_memory(chunk[0])]
+            wanted = [chunk for chunk in chunks if not self._at_hand(chunk[0])]
             if not wanted:
                 return True
             known = self._running[request_id] = self._pool.submit(self._read, wanted), time.monotonic()
@@ -68,6 +76,20 @@ class Prefetcher:
         """Stop; what is being read is read to its end."""
         self._pool.shutdown(cancel_futures=True)
 
+    def _at_hand(self, key: str) -> bool:
+        with self._lock:
+            if key in self._read_before:
+                self._read_before.move_to_end(key)
+                return True
+        return self._store.in_memory(key)
+
+    def _remember(self, key: str, nbytes: int) -> None:
+        with self._lock:
+            self._held += nbytes - self._read_before.pop(key, 0)
+            self._read_before[key] = nbytes
+            while self._held > self._most:
+                self._held -= self._read_before.popitem(last=False)[1]
+
     def _read(self, chunks: Sequence[tuple[str, TokenIds]]) -> None:
         for key, token_ids in chunks:
             reader = self._store.get(key, token_ids)
@@ -76,5 +98,7 @@ class Prefetcher:
             try:
                 for layer in range(reader.layers):
                     reader.layer(layer)
+                if self._most:
+                    self._remember(key, reader.nbytes)
             except StoreError as error:  # likewise; a damaged chunk has been dropped
                 _log.info("chunk %s could not be read ahead: %s", key[:12], error)

@@ -27,6 +27,8 @@ class _State:
     """What is known of a request: its plan or why it has none, whether a blend was handed out, and what came of it."""
 
     plan: Plan | None = None
+    mode: str | None = None
+    workload: str | None = None
     reason: str | None = None
     computing: bool = False
     loaded: bool = False
@@ -122,7 +124,9 @@ class BlendScheduler:
             state.plan = self._planner.plan(request)
             if state.plan is None:
                 state.reason = "plain"
-            elif self._refused is not None:
+                return state
+            state.mode, state.workload = state.plan.mode, state.plan.workload
+            if self._refused is not None:
                 state.plan, state.reason = None, self._refused
         except Exception as error:  # an error here would end the engine
             self._give_up(state, reason_of(error), error)
@@ -158,7 +162,7 @@ class BlendScheduler:
             return
         for item in _items(plan.missing):
             self._later(item)
-        if computed:
+        if computed and plan.reused:
             raise NotBlendedError("prefix", "the local prefix cache leaves less to prefill than a blend would run")
         if plan.rows > self._step_tokens and plan.reused:
             raise NotBlendedError("step_tokens", f"{plan.rows} rows are more than a step takes ({self._step_tokens})")
@@ -232,11 +236,9 @@ class BlendScheduler:
         reason = None if blended else state.failure or state.reason or "aborted"
         self.outcomes["blended" if blended else str(reason)] += 1
         outcome = "blended" if blended else "prefix" if reason == "prefix" else "full"
-        workload = state.plan.workload if state.plan is not None else None
-        mode = state.plan.mode if state.plan is not None else None
         done = (state.report or {}) if blended else {}
-        self.stats.record("blended" if blended else str(reason), done, workload)
-        return None if reason == "plain" else {"outcome": outcome, "reason": reason, "mode": mode, **done}
+        self.stats.record("blended" if blended else str(reason), done, state.workload)
+        return None if reason == "plain" else {"outcome": outcome, "reason": reason, "mode": state.mode, **done}
 
     def close(self) -> None:
         """Stop reading ahead."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from vllm.config import VllmConfig
+from vllm.tokenizers import cached_tokenizer_from_config
 
 from blendkv.blend import BlendReport, BlendSettings, blend, collect
 from blendkv.engines.base import KVSource
@@ -53,7 +54,7 @@ class BlendWorker:
         self.runner = VllmRunner(loaded_model(), config)
         self.fingerprint, self.store = fingerprint, store
         self.dtype = str(self.runner.dtype).removeprefix("torch.")
-        self.bos_token_id: int | None = getattr(config.model_config.hf_text_config, "bos_token_id", None)
+        self.bos_token_id = bos_token_id(config)
         self._libraries: dict[tuple[RecipeKind, bytes], ChunkLibrary] = {}
         self._layers: list[PagedLayer] = paged_layers(self.runner.attention, kv_cache_config)
 
@@ -152,6 +153,15 @@ def described(report: BlendReport) -> dict[str, Any]:
         "fresh_tokens", "recomputed_tokens", "scored_rows", "bytes_loaded", "stages",
     )  # fmt: skip
     return {name: getattr(report, name) for name in names}
+
+
+def bos_token_id(config: VllmConfig) -> int | None:
+    """The tokenizer's BOS, which `bos` chunks stand behind; the model's own where vLLM loads no tokenizer."""
+    if config.model_config.skip_tokenizer_init:
+        found = getattr(config.model_config.hf_text_config, "bos_token_id", None)
+    else:
+        found = cached_tokenizer_from_config(config.model_config).bos_token_id
+    return None if found is None else int(found)
 
 
 def model_folder(config: VllmConfig) -> Path:
