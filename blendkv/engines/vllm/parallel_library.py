@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from blendkv.engines.base import ChunkEngine
@@ -14,6 +15,8 @@ from blendkv.store.tiered import KVStore
 from blendkv.types import ChunkKV, Prompt, RecipeKind, TokenIds, chunk_key
 
 _log = logging.getLogger(__name__)
+_COMPUTED_BYTES = 1 << 28
+"""Most KV that a rank keeps of what was computed and not yet seen in the store."""
 
 
 def library(ranks: Ranks, engine: ChunkEngine, store: KVStore, kind: RecipeKind, prefix: TokenIds) -> ChunkLibrary:
@@ -37,6 +40,8 @@ class ParallelLibrary(ChunkLibrary):
         self._ranks = ranks
         self._at_hand: dict[str, ChunkReader | None] | None = None
         """While a prompt is looked up: what that has found, or computed, by key."""
+        self._computed: OrderedDict[str, ChunkKV] = OrderedDict()
+        self._computed_bytes = 0
 
     @property
     def bytes_per_token(self) -> int:
@@ -73,7 +78,10 @@ class ParallelLibrary(ChunkLibrary):
     def _read(self, key: str, token_ids: TokenIds) -> ChunkReader | None:
         try:
             reader = super()._look_up(key, token_ids)
-            return None if reader is None else self._ranks.local(reader)
+            if reader is None:  # rank 0 may still be writing what all have computed
+                return self._computed.get(key)
+            self._forget(key)
+            return self._ranks.local(reader)
         except Exception as error:  # on this rank only, perhaps: the others must hear of it, whatever it is
             self.counts.failed_lookups += 1
             if self.counts.failed_lookups == 1:
@@ -93,6 +101,15 @@ class ParallelLibrary(ChunkLibrary):
                 _log.warning("chunk %s is not stored: %s", kv.key[:12], error)
         if self._at_hand is not None:
             self._at_hand[kv.key] = kv
+        self._forget(kv.key)
+        self._computed[kv.key] = kv
+        self._computed_bytes += kv.nbytes
+        while self._computed_bytes > _COMPUTED_BYTES:
+            self._forget(next(iter(self._computed)))
+
+    def _forget(self, key: str) -> None:
+        kv = self._computed.pop(key, None)
+        self._computed_bytes -= 0 if kv is None else kv.nbytes
 
     def _wanted(self, chunks: Sequence[TokenIds], max_bytes: int | None) -> tuple[list[TokenIds], int]:
         return self._ranks.decide(lambda: super(ParallelLibrary, self)._wanted(chunks, max_bytes))
