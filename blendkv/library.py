@@ -7,11 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from blendkv.engines.base import ChunkEngine, kv_bytes_per_token
+from blendkv.engines.base import ChunkEngine, ModelIdentity, kv_bytes_per_token
 from blendkv.errors import DamagedChunkError, StoreError, StoreFullError
 from blendkv.store.base import ChunkReader
 from blendkv.store.prefetch import LayerPrefetcher
@@ -49,22 +48,6 @@ class LibraryCounts:
     computed_tokens: int = 0
     failed_lookups: int = 0
     not_stored: int = 0
-
-
-class ModelIdentity(Protocol):
-    """What the names of chunk KVs depend on."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Fingerprint of the model."""
-
-    @property
-    def dtype(self) -> str:
-        """Name of the dtype of KV, such as ``bfloat16``."""
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """The tokenizer's BOS, if it has one."""
 
 
 class Library(ABC):

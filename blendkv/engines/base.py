@@ -134,8 +134,8 @@ class KVSink(Protocol):
         ...
 
 
-class ChunkEngine(Protocol):
-    """What computes chunk KVs: an engine, as far as `blendkv.library.ChunkLibrary` needs one."""
+class ModelIdentity(Protocol):
+    """What the names of chunk KVs depend on."""
 
     @property
     def fingerprint(self) -> str:
@@ -148,6 +148,10 @@ class ChunkEngine(Protocol):
     @property
     def bos_token_id(self) -> int | None:
         """The tokenizer's BOS, if it has one."""
+
+
+class ChunkEngine(ModelIdentity, Protocol):
+    """What computes chunk KVs: an engine, as far as `blendkv.library.ChunkLibrary` needs one."""
 
     @property
     def runner(self) -> ModelRunner:
