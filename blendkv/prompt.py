@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from blendkv.errors import InputError
+from blendkv.tokens import text_encoder
 from blendkv.types import Prompt, Segment, TokenIds, as_token_ids
 
 DEFAULT_SYSTEM = "You answer questions from the passages that you are given."
@@ -79,9 +80,7 @@ class PromptBuilder:
 
     def encode(self, text: str, plain: bool = False) -> list[int]:
         """Token ids of a part of the template; ``plain`` text may spell special tokens without meaning them."""
-        return list(
-            self._tokenizer(text, add_special_tokens=False, split_special_tokens=plain, verbose=False)["input_ids"]
-        )
+        return text_encoder(self._tokenizer).encode(text, plain=plain)
 
     def _question(self, question: str) -> Segment:
         if not question.strip():

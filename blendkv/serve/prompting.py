@@ -16,6 +16,7 @@ from blendkv.prompt import Turn
 from blendkv.retrieval.retriever import RetrievedChunk
 from blendkv.serve.errors import ApiError
 from blendkv.serve.openai import Message, Retrieval, split_messages
+from blendkv.tokens import text_encoder
 from blendkv.types import Prompt, Segment, as_token_ids
 
 
@@ -129,7 +130,7 @@ def chat_plain(pipeline: RagPipeline, messages: Sequence[Message], options: Gene
         text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # templates refuse messages with errors of their own
         raise ApiError(400, f"the model's chat template refuses these messages: {error}", param="messages") from error
-    return _plain(pipeline, tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], options)
+    return _plain(pipeline, text_encoder(tokenizer).encode(text), options)
 
 
 def complete_plain(pipeline: RagPipeline, prompt: str | list[int], options: GenerationOptions) -> AnswerStream:
@@ -141,7 +142,7 @@ def complete_plain(pipeline: RagPipeline, prompt: str | list[int], options: Gene
         400 if the prompt is empty or holds a token id that the model does not know.
     """
     tokenizer = pipeline.engine.tokenizer
-    ids = tokenizer(prompt, verbose=False)["input_ids"] if isinstance(prompt, str) else prompt
+    ids = text_encoder(tokenizer).encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
     unknown = [i for i in ids if not 0 <= i < len(tokenizer)]
     if unknown or not ids:
         why = f"holds token id {unknown[0]}; 0 to {len(tokenizer) - 1} are allowed" if unknown else "is empty"
