@@ -1,4 +1,4 @@
-.PHONY: setup setup-vllm demo test test-releases lint bench clean
+.PHONY: setup setup-vllm browser demo test test-releases lint bench clean
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -27,6 +27,12 @@ $(STAMP_VLLM): $(STAMP) constraints-vllm.txt
 	$(BIN)/pip install -q --no-deps -r constraints-vllm.txt
 	touch $(STAMP_VLLM)
 
+# The report's tests open it in headless Chromium; without apt they skip where there is none.
+browser:
+	@command -v chromium chromium-browser google-chrome >/dev/null || ! command -v apt-get >/dev/null || { \
+	  sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); \
+	  $$sudo apt-get update -qq && $$sudo apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; }
+
 demo: setup
 	HF_HUB_OFFLINE=1 $(BIN)/blendkv demo
 
@@ -37,7 +43,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 # vLLM has a process of its own: its CPU platform does not start where numba (through bm25s) is loaded already.
-test: lint setup-vllm
+test: lint setup-vllm browser
 	$(PYTEST) -n 2 --dist loadgroup --ignore tests/vllm
 	$(PYTEST) --cov-append tests/vllm
 	$(BIN)/python tests/support/coverage_floor.py

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from blendkv.blend import BlendSummary
+from blendkv.blend.loading import LoadPlan
 from blendkv.engines.generation import Generation
 from blendkv.retrieval.retriever import RetrievedChunk
 
@@ -21,6 +22,7 @@ class Answer:
     cache held most of the prompt's KV from an earlier request with the same settings, blended if that one was).
     ``blend_report`` is None without a blend; ``fallback`` says why a blend that was asked for became something else.
     ``finish_reason`` is ``stop``, ``length`` or ``cancelled``; ``token_ids`` include the token that ended the answer.
+    ``plan`` is the loading planner's, with the seconds that it predicted; None without one.
     """
 
     text: str
@@ -33,6 +35,7 @@ class Answer:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     token_ids: tuple[int, ...] = field(default=(), repr=False)
+    plan: LoadPlan | None = None
 
 
 class AnswerStream:

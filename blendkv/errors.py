@@ -35,6 +35,10 @@ class DocumentError(InputError):
     """A document cannot be read: empty, binary, protected, too large, not permitted."""
 
 
+class GateError(InputError):
+    """The quality gate is required, and does not allow the blend that was asked for."""
+
+
 class MissingDependencyError(InputError):
     """An optional package is needed for what was asked."""
 

@@ -250,9 +250,19 @@ class ChunkLibrary(Library):
         return self._at_start(ids) if kind == "system" else None
 
     @contextmanager
-    def source(self, prompt: Prompt) -> Iterator[PromptSource]:
-        """Open the readers of a prompt and read their layers ahead while the block runs."""
-        readers = self.readers(prompt)
+    def source(
+        self,
+        prompt: Prompt,
+        through: Callable[[Sequence[ChunkReader | None]], Sequence[ChunkReader | None]] | None = None,
+    ) -> Iterator[PromptSource]:
+        """Open the readers of a prompt and read their layers ahead while the block runs.
+
+        ``through`` may put others in place of the readers, and None where tokens are to be computed although their KV
+        is stored.
+        """
+        readers: Sequence[ChunkReader | None] = self.readers(prompt)
+        if through is not None:
+            readers = through(readers)
         stored = [r for r in readers if r is not None]
         with LayerPrefetcher(stored, len(self.engine.runner.layers)) as prefetcher:
             yield PromptSource(readers, prefetcher)

@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, closing
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from blendkv.answer import Answer, AnswerStream
 from blendkv.blend import Mode, parse_mode
+from blendkv.blend.gate import REASON, Gate
 from blendkv.chat import ChatSession
 from blendkv.config import parse_bytes
 from blendkv.engines.base import Conversation, Engine, GenerationOptions, Outcome, check_room
@@ -27,7 +29,6 @@ from blendkv.retrieval.retriever import HybridRetriever, RetrievedChunk, Retriev
 from blendkv.store.tiered import KVStore
 from blendkv.types import Prompt, RecipeKind
 
-DEFAULT_MODE = "blend:head_query@0.05"
 TOP_K = 6
 EngineName = Literal["torch", "vllm"]
 _log = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ class RagPipeline:
     ----------
     library
         The chunk KVs: looked up, or computed alone and stored.
+    gate
+        What the quality gate's verdict on the model allows. ``Gate()`` in its place allows every blend: for measuring.
     fallbacks
         How often something else than the blend that was asked for had to be done, by reason; counted as answers end.
     """
@@ -55,16 +58,19 @@ class RagPipeline:
         *,
         system: str = DEFAULT_SYSTEM,
         recipe: RecipeKind = "system",
-        mode: str = DEFAULT_MODE,
+        mode: str | None = None,
         top_k: int = TOP_K,
         collection: Collection | None = None,
         embedder: Embedder | None = None,
+        require_gate: bool = False,
     ) -> None:
         self.engine, self.store, self.retriever = engine, store, retriever
         self.collection, self.embedder = collection, embedder
+        self.gate = Gate.read(store.path, engine.fingerprint, engine.name, require_gate)
+        self.mode = self.gate.mode(mode)
+        self.gate.demand(self.mode)
         self.prompts = PromptBuilder(engine.tokenizer, system)
         self.library = engine.library(store, recipe, self.prompts.prefix)
-        self.mode = parse_mode(mode)
         self.top_k = top_k
         self.fallbacks: dict[str, int] = {}
         self._noting = threading.Lock()
@@ -76,7 +82,7 @@ class RagPipeline:
         path: str | Path,
         model: str | None = None,
         *,
-        mode: str = DEFAULT_MODE,
+        mode: str | None = None,
         recipe: RecipeKind | None = None,
         system: str | None = None,
         top_k: int = TOP_K,
@@ -86,6 +92,8 @@ class RagPipeline:
         dtype: str = "auto",
         device: str = "auto",
         engine: Engine | EngineName = "torch",
+        require_gate: bool = False,
+        plan: bool = False,
     ) -> RagPipeline:
         """Open the store at ``path``, or make one, with ``model`` behind it.
 
@@ -97,7 +105,8 @@ class RagPipeline:
             Local folder, hub id, or ``demo``. By default the store's own, ``demo`` for a new one. Not read when
             ``engine`` is an engine.
         mode
-            ``full``, ``reuse``, or ``blend:SELECTOR@BUDGET``; the default of every question.
+            ``full``, ``reuse``, or ``blend:SELECTOR@BUDGET``; the default of every question. None: the mode that the
+            quality gate's verdict names, or ``blend:head_query@0.05`` for a model that was not measured.
         recipe, system
             How chunks are computed (``system`` or ``bos``), and the system message; the store's own by default.
         top_k
@@ -111,34 +120,45 @@ class RagPipeline:
         engine
             ``torch`` (embedded, over transformers) or ``vllm``, which are closed with the pipeline; or an engine of
             your own, which is not, and makes ``model``, ``dtype`` and ``device`` idle.
+        require_gate
+            Refuse blends that the quality gate has not passed (``blendkv calibrate``). Otherwise a model that was not
+            measured is blended, and one that failed is prefilled in full.
+        plan
+            Let the loading planner decide which chunks to load and which to compute (docs/planner.md); measures this
+            machine for a few seconds now. For the embedded engine.
 
         Raises
         ------
+        GateError
+            If the gate is required and does not allow ``mode``.
         StoreMismatchError
             If the store was made by another model or a newer version.
         ModelLoadError, MissingDependencyError, InputError
             If an argument cannot be used.
         """
         folder = Path(path).expanduser()
-        default_mode = parse_mode(mode)
+        if mode is not None:
+            parse_mode(mode)
         limits = parse_bytes(memory), None if disk is None else parse_bytes(disk)
         given = None if isinstance(engine, str) else engine
         kind = engine if isinstance(engine, str) else ""
         with ExitStack() as opened:
             running = given
             if running is None and model is not None:  # before a folder is made for a model that does not exist
-                running = opened.enter_context(closing(_load(kind, model, folder, dtype, device)))
+                running = opened.enter_context(closing(_load(kind, model, folder, dtype, device, require_gate)))
             store = opened.enter_context(KVStore.open(folder, memory_bytes=limits[0], disk_bytes=limits[1]))
             collection = opened.enter_context(Collection(folder))
             if running is None:
                 own = collection.get_meta("model") or "demo"
-                running = opened.enter_context(closing(_load(kind, own, folder, dtype, device)))
+                running = opened.enter_context(closing(_load(kind, own, folder, dtype, device, require_gate)))
             settings = _claim(collection, running, recipe, system)
+            if plan:
+                _start_planner(running, folder)
             encoder = SentenceEmbedder(embedder or MINILM)
             retriever = HybridRetriever(collection, encoder)
             pipeline = cls(
                 running, store, retriever, system=settings["system"], recipe=settings["recipe"],
-                mode=str(default_mode), top_k=top_k, collection=collection, embedder=encoder,
+                mode=mode, top_k=top_k, collection=collection, embedder=encoder, require_gate=require_gate,
             )  # fmt: skip
             pipeline._owned = opened.pop_all()
         return pipeline
@@ -238,27 +258,36 @@ class RagPipeline:
     ) -> AnswerStream:
         """Blend (or prefill) a prompt and decode behind it: what `stream` does once it has its chunks.
 
-        ``conversation`` is the engine's; what it holds of the prompt is not computed again.
+        ``conversation`` is the engine's; what it holds of the prompt is not computed again. What the gate does not
+        allow is prefilled in full, as a fallback.
 
         Raises
         ------
+        GateError
+            If the gate is required and does not allow ``mode``.
         PromptTooLongError
             If the prompt exceeds the model's context; nothing was computed then.
         """
         began = time.perf_counter() if began is None else began
+        self.gate.demand(mode)
+        refused = self.gate.check(mode)
+        allowed = mode if refused is None else parse_mode("full")
         check_room(self.engine, len(prompt), _made_of(prompt))
-        generation = self.engine.generate(prompt, mode, self.library, options or GenerationOptions(), conversation)
+        generation = self.engine.generate(prompt, allowed, self.library, options or GenerationOptions(), conversation)
 
         def finish() -> Answer:
             ended = time.perf_counter()
             first = (generation.first_token_at or ended) - began
             done = generation.outcome
+            if refused is not None:
+                done = replace(done, fallback=refused, incidents=(*done.incidents, REASON))
             times = {**(timings or {}), **done.seconds}
             times.update(question=max(0.0, first - sum(times.values())), ttft=first, total=ended - began)
             self._note(done)
             return Answer(
                 generation.text, tuple(sources), done.mode, times, done.report, done.fallback,
                 generation.finish_reason, len(prompt), len(generation.tokens), tuple(generation.tokens),
+                done.plan,
             )  # fmt: skip
 
         return AnswerStream(generation, finish)
@@ -320,7 +349,7 @@ def _made_of(prompt: Prompt) -> str:
     return f" ({sum(chunks)} in {len(chunks)} chunks, {question} in the question, {rest} beside them)"
 
 
-def _load(kind: str, model: str, store: Path, dtype: str, device: str) -> Engine:
+def _load(kind: str, model: str, store: Path, dtype: str, device: str, require_gate: bool) -> Engine:
     """Load an engine by its name; what an engine needs is imported with it."""
     if kind == "torch":
         from blendkv.engines.torch.engine import TorchEngine
@@ -329,8 +358,14 @@ def _load(kind: str, model: str, store: Path, dtype: str, device: str) -> Engine
     if kind == "vllm":
         from blendkv.engines.vllm.engine import VllmEngine
 
-        return VllmEngine.load(model, store=store, dtype=dtype)
+        return VllmEngine.load(model, store=store, dtype=dtype, connector={"require_gate": require_gate})
     raise InputError(f"unknown engine {kind!r}; allowed: torch, vllm")
+
+
+def _start_planner(engine: Engine, folder: Path) -> None:
+    from blendkv.engines.torch.warm_up import start_planner
+
+    start_planner(engine, folder)
 
 
 def _claim(collection: Collection, engine: Engine, recipe: RecipeKind | None, system: str | None) -> dict[str, Any]:

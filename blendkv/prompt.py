@@ -82,18 +82,18 @@ class PromptBuilder:
         """Token ids of a part of the template; ``plain`` text may spell special tokens without meaning them."""
         return text_encoder(self._tokenizer).encode(text, plain=plain)
 
-    def _question(self, question: str) -> Segment:
+    def _question(self, question: str, instruction: str = INSTRUCTION) -> Segment:
         if not question.strip():
             raise InputError("the question is empty; ask something")
         _check_unicode(question, "the question")
-        asked = self.encode(f"{INSTRUCTION}\nQuestion: {question.strip()}", plain=True)
+        asked = self.encode(f"{instruction}\nQuestion: {question.strip()}", plain=True)
         return Segment("query", as_token_ids([*asked, *self.encode(self._after)]))
 
-    def first(self, chunks: Sequence[TokenIds], question: str) -> Prompt:
-        """The prompt of a first turn."""
+    def first(self, chunks: Sequence[TokenIds], question: str, instruction: str = INSTRUCTION) -> Prompt:
+        """The prompt of a first turn; ``instruction`` says what to do with the passages."""
         segments = [Segment("system", self.prefix)] if len(self.prefix) else []
         segments += [Segment("chunk", c) for c in chunks]
-        return Prompt((*segments, self._question(question)))
+        return Prompt((*segments, self._question(question, instruction)))
 
     def next(self, chunks: Sequence[TokenIds], question: str) -> Prompt:
         """The prompt of a later turn, to stand behind the blended history: end of the last answer, chunks, question."""

@@ -74,7 +74,7 @@ def rotate(
     table
         The table of the tokens' positions; None for a layer without RoPE.
     bias
-        ``[heads, head_dim]`` float32, added before the rotation (the mean shift).
+        ``[heads, head_dim]`` or ``[tokens, heads, head_dim]`` float32, added before the rotation (the shift).
     out
         Where to write, shape of ``x``, any float dtype and strides; a new tensor of ``x``'s dtype by default.
 

@@ -14,7 +14,7 @@ from blendkv.blend.layout import Layout, lay_out
 from blendkv.blend.recompute import RecomputeSession
 from blendkv.blend.rotation import same_rotation
 from blendkv.blend.score import CHECK_LAYER, DeviationSession, ScoreSession
-from blendkv.blend.select import Selection, SelectionContext
+from blendkv.blend.select import Selection, SelectionContext, choose
 from blendkv.blend.settings import BlendSettings
 from blendkv.blend.shift import ShiftEstimator
 from blendkv.engines.base import KVSink, KVSource, ModelRunner
@@ -131,7 +131,8 @@ class _Blend:
             deviation = DeviationSession(self.context, rows, rule.needs.removeprefix("deviation_"), check)  # type: ignore[arg-type]
             self._forward(rows, deviation)
             scores, self.kept, self.deviating_layers = deviation.scores(), deviation.fresh, check + 1
-        return rule.choose(SelectionContext(layout.candidates, self.count, scores.cpu(), self.seed))
+        context = SelectionContext(layout.candidates, self.count, scores.cpu(), self.seed)
+        return choose(rule, context, self.settings.probes)
 
     def recompute(self, selection: Selection, keep: int) -> torch.Tensor | None:
         """Run the selected and the fresh rows, and leave the final KV in the sink."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -13,8 +14,16 @@ from blendkv.blend.rotation import RopeTables
 from blendkv.engines.base import KVSink, KVSource, ModelRunner
 from blendkv.kernels import rotate
 
-Shift = tuple[torch.Tensor, torch.Tensor]
-"""What is added to a span's stored K (before RoPE) and V: two float32 tensors ``[kv_heads, head_dim]``."""
+
+@dataclass(frozen=True)
+class Shift:
+    """What is added to a span's stored K (before RoPE) and V, float32.
+
+    ``k`` and ``v`` are ``[kv_heads, head_dim]`` for a constant, or ``[tokens, kv_heads, head_dim]``.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
 
 
 class Context:
@@ -67,8 +76,8 @@ class Context:
             stored_k, stored_v = stored[span.index]
             shift = shifts.get(span.index) if shifts else None
             rows_table = None if table is None else table.rows(place)
-            rotate(stored_k, rows_table, bias=shift[0] if shift else None, out=all_k[place])
-            all_v[place].copy_(stored_v + shift[1] if shift else stored_v)
+            rotate(stored_k, rows_table, bias=shift.k if shift else None, out=all_k[place])
+            all_v[place].copy_(stored_v + shift.v if shift else stored_v)
         all_k.index_copy_(0, rows, k)
         all_v.index_copy_(0, rows, v)
         self.seconds["rotate"] += time.perf_counter() - began

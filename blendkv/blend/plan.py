@@ -1,4 +1,7 @@
-"""Load or recompute: what chunk KV costs in bytes and seconds (CacheBlend's loading controller, arXiv 2405.16444)."""
+"""Load or recompute, before any request: what a corpus' chunk KV costs in bytes and seconds (`blendkv plan`).
+
+The decision per request, from rates learned on the way, is `blendkv.blend.loading`.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ Every rule gets the same number of tokens for the same honest budget. To add one
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -19,7 +19,7 @@ from blendkv.registry import Registry
 
 HEAD = 4
 """Tokens at a chunk's head that carry the false attention sink of a chunk computed alone."""
-PROBES = 8
+PROBES = 4
 """Evenly spaced tokens per chunk that `head_query` keeps for the shift alone."""
 
 Needs = Literal["nothing", "max", "mean", "deviation_k", "deviation_v", "deviation_kv"]
@@ -119,9 +119,33 @@ def _with_body_probes(context: SelectionContext, positions: torch.Tensor) -> Sel
     return Selection(positions, _body(positions, context.spans))
 
 
-@register_selector("head_query", needs="max", budget=0.05, shift="js")
+def choose(rule: Selector, context: SelectionContext, probes: int | None) -> Selection:
+    """Let a rule choose; with ``probes``, that many evenly spaced tokens per chunk join, and they alone estimate.
+
+    They are part of ``context.count``, and take at most half of it.
+    """
+    if probes is None:
+        return rule.choose(context)
+    room = [min(probes, max(0, len(s) - HEAD)) for s in context.spans]
+    shares = _round_robin(room, min(context.count // 2, sum(room)))
+    parts = [_evenly(s.start + HEAD, s.stop, n) for s, n in zip(context.spans, shares, strict=True) if n]
+    estimating = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+    positions, asked = estimating, context.count - len(estimating)
+    while len(positions) < context.count:  # what both have chosen leaves room for more of the rule's
+        chosen = rule.choose(replace(context, count=asked)).positions
+        joined = torch.cat((estimating, chosen)).unique()
+        if len(joined) > context.count:
+            break
+        positions = joined
+        asked += max(1, context.count - len(joined))
+        if asked > context.count:
+            break
+    return Selection(positions, estimating)
+
+
+@register_selector("head_query", needs="max", budget=0.05, shift="trend")
 def head_query(context: SelectionContext) -> Selection:
-    """First 4 tokens of each chunk, up to 8 evenly spaced probes each, the rest by the question's peak attention."""
+    """First 4 tokens of each chunk, up to 4 evenly spaced probes each, the rest by the question's peak attention."""
     lengths = [min(HEAD, len(s)) for s in context.spans]
     if context.count <= sum(lengths):
         return chunk_head(context)
@@ -133,7 +157,7 @@ def head_query(context: SelectionContext) -> Selection:
     return Selection(context.top(torch.cat((context.places(0, HEAD), chosen))), chosen)
 
 
-@register_selector("strided", budget=0.03, shift="js")
+@register_selector("strided", budget=0.03, shift="eb")
 def strided(context: SelectionContext) -> Selection:
     """First 4 tokens of each chunk, the rest evenly spaced inside it: known before anything is loaded."""
     shares = _round_robin([len(s) for s in context.spans], context.count)

@@ -12,19 +12,26 @@ from blendkv.blend.shift import SHIFT_KINDS, ShiftKind
 from blendkv.errors import InputError
 
 ModeName = Literal["full", "reuse", "blend"]
-_SUFFIXES: dict[str, ShiftKind] = {"+shift": "js", "-shift": "off", "+mean": "mean"}
+_SUFFIXES: dict[str, ShiftKind] = {"-shift": "off", "+mean": "mean", "+js": "js", "+eb": "eb", "+trend": "trend"}
+_SHIFT: ShiftKind = "eb"
+"""What ``+shift`` stands for."""
+_FORM = re.compile(
+    r"blend(?::(?P<selector>[^@+-]*))?(?:@(?P<budget>(?:[^@+-]|(?<=e)[+-](?=\d))*))?(?P<suffixes>(?:[+-]\w+)*)"
+)
 
 
 @dataclass(frozen=True)
 class BlendSettings:
     """Selector, budget (share of reusable tokens x layers, in [0, 1]) and shift of a blend.
 
-    ``budget`` and ``shift`` default to the selector's own.
+    ``budget`` and ``shift`` default to the selector's own. ``probes`` evenly spaced tokens per chunk, within the
+    budget, estimate the shift alone; by default the selector says which tokens do.
     """
 
     selector: str = "head_query"
     budget: float | None = None
     shift: ShiftKind | None = None
+    probes: int | None = None
 
     def __post_init__(self) -> None:
         rule = self.rule
@@ -32,6 +39,8 @@ class BlendSettings:
             raise InputError(f"budget {self.budget} is outside [0, 1]; the default of {rule.name} is {rule.budget}")
         if self.shift is not None and self.shift not in SHIFT_KINDS:
             raise InputError(f"unknown shift {self.shift!r}; allowed: {', '.join(SHIFT_KINDS)}")
+        if self.probes is not None and self.probes < 1:
+            raise InputError(f"probes is {self.probes}; at least 1 per chunk is allowed, None for the selector's own")
 
     @property
     def rule(self) -> Selector:
@@ -68,11 +77,15 @@ class Mode:
             return self.name
         default = self.blend.shift is None or self.blend.shift == self.blend.rule.shift
         suffix = "" if default else next(text for text, kind in _SUFFIXES.items() if kind == self.blend.shift)
-        return f"blend:{self.blend.selector}@{self.blend.asked:.15g}{suffix}"
+        probes = "" if self.blend.probes is None else f"+p{self.blend.probes}"
+        return f"blend:{self.blend.selector}@{self.blend.asked:.15g}{suffix}{probes}"
 
 
 def parse_mode(spec: str) -> Mode:
-    """Read ``full``, ``reuse`` or ``blend[:SELECTOR][@BUDGET][+shift|-shift|+mean]``.
+    """Read ``full``, ``reuse`` or ``blend[:SELECTOR][@BUDGET]``, then suffixes: a shift, probes per chunk.
+
+    ``+eb`` (``+shift``), ``+trend``, ``+js``, ``+mean`` and ``-shift`` say which shift (`blendkv.blend.shift`), ``+p8``
+    that 8 probes per chunk estimate it.
 
     Raises
     ------
@@ -81,16 +94,29 @@ def parse_mode(spec: str) -> Mode:
     """
     if spec in ("full", "reuse"):
         return Mode(spec)  # type: ignore[arg-type]
-    form = re.fullmatch(r"blend(?::([^@+-]*))?(?:@((?:[^@+-]|(?<=e)[+-](?=\d))*))?([+-]\w+)?", spec)
+    form = _FORM.fullmatch(spec)
+    if form is None:
+        raise InputError(_unknown(spec))
+    shift: ShiftKind | None = None
+    probes: int | None = None
+    for suffix in re.findall(r"[+-]\w+", form["suffixes"]):
+        if suffix in ("+shift", *_SUFFIXES) and shift is None:
+            shift = _SUFFIXES.get(suffix, _SHIFT)
+        elif re.fullmatch(r"\+p\d+", suffix) and probes is None:
+            probes = int(suffix[2:])
+        else:
+            raise InputError(_unknown(spec))
     try:
-        budget = float(form[2]) if form and form[2] is not None else None
+        budget = None if form["budget"] is None else float(form["budget"])
     except ValueError:
         budget = math.nan
-    suffix = form and form[3]
-    if form is None or (budget is not None and math.isnan(budget)) or (suffix and suffix not in _SUFFIXES):
-        raise InputError(
-            f"unknown mode {spec!r}; allowed: full, reuse, blend:SELECTOR@BUDGET, for instance blend:head_query@0.05 "
-            f"(selectors: {', '.join(SELECTORS.names())}; +shift, -shift or +mean may follow)"
-        )
-    shift = _SUFFIXES[suffix] if suffix else None
-    return Mode("blend", BlendSettings(form[1] or "head_query", budget, shift))
+    if budget is not None and math.isnan(budget):
+        raise InputError(_unknown(spec))
+    return Mode("blend", BlendSettings(form["selector"] or "head_query", budget, shift, probes))
+
+
+def _unknown(spec: str) -> str:
+    return (
+        f"unknown mode {spec!r}; allowed: full, reuse, blend:SELECTOR@BUDGET, for instance blend:head_query@0.05 "
+        f"(selectors: {', '.join(SELECTORS.names())}; +shift, -shift, +eb, +trend, +js or +mean may follow, and +p8)"
+    )

@@ -1,10 +1,19 @@
-"""The mean shift: what the recomputed tokens of a chunk lend to the rest of it.
+"""The shift: what the recomputed tokens of a chunk lend to the rest of it.
 
 In a new place every token's K and V moves; a good part of the move is common to the chunk. At each layer past the
 first, the mean difference fresh - stored (K before RoPE) over the chunk's estimating rows is added to all its stored
-tokens. ``js`` shrinks each KV head's shift by its own noise (James-Stein): max(0, 1 - s^2 / ((n - 1) |d|^2)), where
-s^2 is the per-token variance of the differences and d their mean. Nothing is summed over heads: a rank that holds some
-of them needs no other.
+tokens. A few rows make a noisy mean, which is shrunk:
+
+- ``js`` shrinks each KV head's shift towards nothing by its own noise (James-Stein): max(0, 1 - s^2 / ((n - 1) |d|^2)),
+  where s^2 is the per-token variance of the differences and d their mean.
+- ``eb`` shrinks each chunk's shift towards the mean over the chunks (empirical Bayes; Efron and Morris 1975): in every
+  dimension by B / (B + s^2 / (n - 1)), where B is the variance between the chunks, their noise taken off. A prompt with
+  one estimated chunk is shrunk as by ``js``.
+- ``trend`` is ``eb`` plus a slope: the move is largest at a chunk's head, which was computed with least before it, and
+  goes with the logarithm of the distance from there. One slope for all chunks, by least squares on the rows' deviations
+  from their chunk's mean, shrunk per KV head as by ``js``.
+
+Nothing is summed over heads: a rank that holds some of them needs no other.
 """
 
 from __future__ import annotations
@@ -19,8 +28,8 @@ from blendkv.blend.layout import Layout, Span
 from blendkv.blend.rotation import RopeTables, RowTables
 from blendkv.kernels import unrotate
 
-ShiftKind = Literal["off", "mean", "js"]
-SHIFT_KINDS: tuple[ShiftKind, ...] = ("off", "mean", "js")
+ShiftKind = Literal["off", "mean", "js", "eb", "trend"]
+SHIFT_KINDS: tuple[ShiftKind, ...] = ("off", "mean", "js", "eb", "trend")
 MIN_ROWS = 3
 """Fewer estimating rows than this say nothing about a chunk."""
 
@@ -37,7 +46,7 @@ class ShiftEstimator:
     probes
         ``[m]`` int64: the positions among them that estimate.
     kind
-        ``mean`` or ``js``.
+        ``mean``, ``js``, ``eb`` or ``trend``.
     """
 
     def __init__(
@@ -55,7 +64,26 @@ class ShiftEstimator:
         self._counts = torch.tensor([len(own) for _, own in self._spans], dtype=torch.int64, device=rows.device)
         self._tables = RowTables(tables, places)
         owner = torch.repeat_interleave(torch.arange(len(self._spans), device=rows.device), self._counts)
+        self._owner = owner
         self._weights = (owner == torch.arange(len(self._spans), device=rows.device)[:, None]) / self._counts[:, None]
+
+        if kind == "trend" and self._spans:
+            self._lay_trend(rows.device)
+
+    def _lay_trend(self, device: torch.device) -> None:
+        """Log distances from the head, about each span's mean over its rows: of the rows, and of all its tokens.
+
+        Tokens before the first row and behind the last get what these get: nothing is extrapolated.
+        """
+        logs = [torch.log1p(local.float()) for local in self._local]
+        self._regressor = torch.cat([log - log.mean() for log in logs])[:, None, None]
+        self._along = [
+            (
+                torch.log1p(torch.arange(len(span), device=device, dtype=torch.float32)).clamp_(log[0], log[-1])
+                - log.mean()
+            )[:, None, None]
+            for (span, _), log in zip(self._spans, logs, strict=True)
+        ]
 
     def shifts(
         self,
@@ -74,17 +102,52 @@ class ShiftEstimator:
         fresh_k = unrotate(k[self._index], self._tables.layer(layer))
         old_k = torch.cat([stored[i][0][own] for i, own in zip(spans, self._local, strict=True)])
         old_v = torch.cat([stored[i][1][own] for i, own in zip(spans, self._local, strict=True)])
-        d_k = self._mean(fresh_k - old_k.float())
-        d_v = self._mean(v[self._index].float() - old_v.float())
-        return {i: (d_k[n], d_v[n]) for n, i in enumerate(spans)}
+        moved = fresh_k - old_k.float(), v[self._index].float() - old_v.float()
+        if self._kind != "trend":
+            constant = [self._mean(difference) for difference in moved]
+            return {i: Shift(constant[0][n], constant[1][n]) for n, i in enumerate(spans)}
+        slopes = [self._slope(difference) for difference in moved]
+        # What the slope explains is no noise of the mean.
+        constant = [self._mean(d - self._regressor * slope) for d, slope in zip(moved, slopes, strict=True)]
+        return {
+            i: Shift(*(torch.addcmul(c[n], self._along[n], slope) for c, slope in zip(constant, slopes, strict=True)))
+            for n, i in enumerate(spans)
+        }
 
     def _mean(self, difference: torch.Tensor) -> torch.Tensor:
         """Mean per span, shrunk if asked: ``[m, heads, dim]`` -> ``[spans, heads, dim]``."""
         mean = torch.einsum("sm,mhd->shd", self._weights, difference)
         if self._kind == "mean":
             return mean
+        if self._kind in ("eb", "trend") and len(mean) > 1:
+            return self._towards_each_other(mean, difference)
         size = mean.square().sum(-1)
         second = torch.einsum("sm,mh->sh", self._weights, difference.square().sum(-1))
         noise = (second - size).clamp_(min=0.0) / (self._counts[:, None] - 1)
         keep = (1.0 - noise / size.clamp(min=torch.finfo(torch.float32).tiny)).clamp_(min=0.0)
         return mean * keep.unsqueeze(-1)
+
+    def _towards_each_other(self, mean: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
+        """Each span's mean, shrunk towards the mean of all in every dimension: ``[spans, heads, dim]``."""
+        second = torch.einsum("sm,mhd->shd", self._weights, difference.square())
+        noise = (second - mean.square()).clamp_(min=0.0) / (self._counts[:, None, None] - 1)
+        common = mean.mean(0)
+        apart = mean - common
+        between = apart.square().sum(0) / (len(mean) - 1) - noise.mean(0)
+        between = between.clamp_(min=0.0)
+        keep = between / (between + noise).clamp_(min=torch.finfo(torch.float32).tiny)
+        return common + apart * keep
+
+    def _slope(self, difference: torch.Tensor) -> torch.Tensor:
+        """Slope common to all spans, shrunk per head: ``[m, heads, dim]`` -> ``[heads, dim]``."""
+        own = torch.einsum("sm,mhd->shd", self._weights, difference)
+        rest = difference - own[self._owner]
+        spread = self._regressor.square().sum()
+        degrees = len(difference) - len(own) - 1
+        if degrees < 1 or spread == 0:
+            return torch.zeros_like(rest[0])
+        slope = (self._regressor * rest).sum(0) / spread
+        left = rest - self._regressor * slope
+        noise = left.square().sum((0, -1)) / (degrees * spread)
+        size = slope.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
+        return slope * (1.0 - noise / size).clamp_(min=0.0)[:, None]

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from blendkv.cli.common import Device, Disk, Dtype, Engine, Json, Memory, Store, Threads, emit, err, out, set_threads
+from blendkv.cli.common import (
+    Device,
+    Disk,
+    Dtype,
+    Engine,
+    Json,
+    Memory,
+    RequireGate,
+    Store,
+    Threads,
+    emit,
+    err,
+    out,
+    set_threads,
+)
 from blendkv.errors import InputError
 
 if TYPE_CHECKING:
@@ -17,9 +32,16 @@ if TYPE_CHECKING:
 def ask(
     question: str,
     store: Store,
-    mode: Annotated[Literal["full", "reuse", "blend"], typer.Option(help="How to use chunk KV.")] = "blend",
+    mode: Annotated[
+        Literal["full", "reuse", "blend"] | None,
+        typer.Option(help="How to use chunk KV; without it and the next two: what the gate passed, else head_query."),
+    ] = None,
     selector: Annotated[str | None, typer.Option(help="Which tokens are recomputed; head_query by default.")] = None,
     budget: Annotated[float | None, typer.Option(help="Share of reusable tokens to recompute, 0 to 1.")] = None,
+    require_gate: RequireGate = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Measure this machine first, then load or recompute each chunk by that.")
+    ] = False,
     model: Annotated[str | None, typer.Option(help="The store's own by default.")] = None,
     top_k: Annotated[int, typer.Option(help="Chunks in the prompt.")] = 6,
     where: Annotated[
@@ -58,6 +80,8 @@ def ask(
         dtype=dtype,
         device=device,
         engine=engine,
+        require_gate=require_gate,
+        plan=plan,
     ) as pipeline:
         stream = pipeline.stream(question, where=filters or None, options=options)
         for piece in stream:
@@ -75,10 +99,12 @@ def ask(
     err.print(_times(answer), soft_wrap=True, markup=False)
 
 
-def _spec(mode: str, selector: str | None, budget: float | None) -> str:
+def _spec(mode: str | None, selector: str | None, budget: float | None) -> str | None:
     from blendkv.blend import BlendSettings, Mode
 
-    if mode == "blend":
+    if mode is None and selector is None and budget is None:
+        return None
+    if mode in (None, "blend"):
         return str(Mode("blend", BlendSettings(selector or "head_query", budget)))
     if selector is not None or budget is not None:
         raise InputError(f"--mode is {mode}; --selector and --budget are for --mode blend: drop them")
@@ -105,9 +131,15 @@ def _row(question: str, answer: Answer) -> dict[str, object]:
         fields |= {n: getattr(report, n) for n in ("reusable_tokens", "exact_tokens", "fresh_tokens", "bytes_loaded")}
         blend = {**fields, "recomputed_tokens": report.recomputed_tokens}
     sources = [{"id": s.chunk.id, "score": s.score, "metadata": dict(s.chunk.metadata)} for s in answer.sources]
-    skip = ("sources", "blend_report", "token_ids")
+    skip = ("sources", "blend_report", "token_ids", "plan")
     plain = {name: value for name, value in vars(answer).items() if name not in skip}
-    return {"question": question, **plain, "sources": sources, "blend": blend}
+    return {
+        "question": question,
+        **plain,
+        "sources": sources,
+        "blend": blend,
+        "plan": None if answer.plan is None else asdict(answer.plan),
+    }
 
 
 def _times(answer: Answer) -> str:
@@ -115,4 +147,8 @@ def _times(answer: Answer) -> str:
     report = answer.blend_report
     spent = f"; budget spent {report.budget_spent:.4f} of {report.reusable_tokens} tokens" if report else ""
     why = f"; full prefill because {answer.fallback}" if answer.fallback and answer.mode == "full" else ""
-    return f"{answer.mode}{spent}; ms: {times}{why}"
+    planned = ""
+    if answer.plan is not None and answer.plan.predicted is not None:
+        computed, predicted = len(answer.plan.recompute), answer.plan.predicted["total"] * 1e3
+        planned = f"; planned: {computed} stored chunks computed, budget {answer.plan.budget:.4g}, {predicted:.0f} ms"
+    return f"{answer.mode}{spent}; ms: {times}{planned}{why}"

@@ -26,6 +26,9 @@ Disk = Annotated[str | None, typer.Option(help="Limit of the chunk KVs on disk, 
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:0, ...")]
 Engine = Annotated[Literal["torch", "vllm"], typer.Option(help="Who runs the model: torch (in process), or vllm.")]
+RequireGate = Annotated[
+    bool, typer.Option("--require-gate", help="Refuse blends that the quality gate has not passed; see calibrate.")
+]
 Threads = Annotated[int | None, typer.Option(help="CPU threads of torch.", min=1)]
 
 

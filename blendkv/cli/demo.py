@@ -25,6 +25,7 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Ingest the Python language reference and answer from it: full prefill, full reuse and blends side by side."""
+    from blendkv.blend.gate import Gate
     from blendkv.eval.demo import CORPUS, QUESTIONS, run_demo
     from blendkv.pipeline import RagPipeline
 
@@ -34,6 +35,7 @@ def demo(
     limit = parse_bytes(precompute_bytes)
     say = (lambda line: None) if as_json else (lambda line: err.print(line, soft_wrap=True, markup=False))
     with RagPipeline.from_store(store or home() / "demo-store", "demo") as pipeline:
+        pipeline.gate = Gate()  # every mode is shown, whatever a verdict on the model says
         say("corpus: the Python language reference; model: SmolLM2-135M-Instruct")
         with stages(UNITS, as_json) as progress:
             report = pipeline.ingest([CORPUS], precompute="lazy", precompute_bytes=limit, prune=True, progress=progress)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,18 +20,24 @@ _VLLM = ("0.30.", "0.31.", "0.32.", "0.33.")
 
 def doctor(
     model: Annotated[str | None, typer.Option(help="Also load this model and run the rotation probe.")] = None,
+    store: Annotated[
+        list[str] | None,
+        typer.Option(help="Also tell the quality gate's verdict over this store; several are allowed."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """What is installed, which engines, kernels and tiers work here, and why not."""
     rows = [*_packages(), *_engines(), *_kernels(), *_tiers(), *_models()]
     if model is not None:
-        rows += _probe(model)
+        rows += _probe(model, store or [])
+    else:
+        rows += [_gate_of_store(folder) for folder in store or []]
     if as_json:
         emit("doctor", rows)
     else:
         table("blendkv doctor", ("part", "name", "works", "detail"), [tuple(r.values()) for r in rows])
         out.print(describe_machine(), soft_wrap=True)
-    if any(not r["works"] for r in rows if r["part"] in ("model", "tier") or r["name"] == "torch"):
+    if any(not r["works"] for r in rows if r["part"] in ("model", "tier", "gate") or r["name"] == "torch"):
         raise typer.Exit(1)
 
 
@@ -98,7 +106,8 @@ def _models() -> list[dict[str, str | bool]]:
     ]
 
 
-def _probe(model: str) -> list[dict[str, str | bool]]:
+def _probe(model: str, stores: Sequence[str]) -> list[dict[str, str | bool]]:
+    """The rotation probe, and the gate's verdict on the model: over each store, or the one without any."""
     from blendkv.engines.torch.engine import TorchEngine
 
     try:
@@ -110,4 +119,37 @@ def _probe(model: str) -> list[dict[str, str | bool]]:
     kinds = {s.rotation for s in engine.runner.layers}
     found = sorted("no RoPE" if r is None else f"{r.table}/{r.pairing}" for r in kinds)
     detail = f"can be blended: {len(engine.runner.layers)} layers, {engine.dtype}, rotations {', '.join(found)}"
-    return [_row("model", model, True, detail)]
+    folders: list[str | None] = [*stores] or [None]
+    gates = [_gate(folder or model, folder, engine.fingerprint, model) for folder in folders]
+    return [_row("model", model, True, detail), *gates]
+
+
+def _gate_of_store(folder: str) -> dict[str, str | bool]:
+    """The gate's verdict on the model that a store was made with."""
+    from blendkv.pipeline import check_store
+    from blendkv.retrieval.collection import Collection
+
+    try:
+        check_store(Path(folder).expanduser())
+        with Collection(Path(folder).expanduser()) as collection:
+            fingerprint, model = collection.get_meta("fingerprint"), collection.get_meta("model")
+    except BlendKVError as error:
+        return _row("gate", folder, False, str(error))
+    if fingerprint is None:
+        return _row("gate", folder, True, "the store has no model yet")
+    return _gate(folder, folder, str(fingerprint), str(model))
+
+
+def _gate(name: str, folder: str | None, fingerprint: str, model: str) -> dict[str, str | bool]:
+    """The verdict in a row; a model that was not measured may be blended."""
+    from blendkv.blend.gate import read_verdict
+
+    try:
+        verdict = read_verdict(None if folder is None else Path(folder).expanduser(), fingerprint)
+    except BlendKVError as error:
+        return _row("gate", name, False, str(error))
+    if verdict is None:
+        where = "" if folder is None else f" --store {folder}"
+        return _row("gate", name, True, f"not measured, blended anyway: run blendkv calibrate --model {model}{where}")
+    verb = f"passed, blends with {verdict.mode}" if verdict.passed else "failed, every prompt is prefilled in full"
+    return _row("gate", name, verdict.passed, f"{verb}; {verdict.date}: {verdict.summary}")

@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from blendkv import __version__
-from blendkv.cli import ask, bench, demo, doctor, ingest, plan, serve, store
+from blendkv.cli import ask, bench, calibrate, demo, doctor, eval, ingest, plan, serve, store
 from blendkv.errors import BlendKVError
 
 app = typer.Typer(
@@ -29,9 +29,11 @@ app.command("ingest")(ingest.ingest)
 app.command("ask")(ask.ask)
 app.command("serve")(serve.serve)
 app.command("plan")(plan.plan)
+app.command("calibrate")(calibrate.calibrate)
 app.command("doctor")(doctor.doctor)
 app.add_typer(store.app, name="store")
 app.add_typer(bench.app, name="bench")
+app.add_typer(eval.app, name="eval")
 
 
 def _version(value: bool) -> None:

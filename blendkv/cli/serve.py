@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from blendkv.cli.common import Device, Disk, Dtype, Json, Memory, Threads, emit, err, set_threads
+from blendkv.cli.common import Device, Disk, Dtype, Json, Memory, RequireGate, Threads, emit, err, set_threads
 from blendkv.config import parse_bytes
 from blendkv.errors import MissingDependencyError
 
@@ -24,7 +24,8 @@ def serve(
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
     served_model_name: Annotated[str | None, typer.Option(help="Name in requests; the folder's by default.")] = None,
     api_key: Annotated[str | None, typer.Option(help="Requests must carry it; default: $BLENDKV_API_KEY.")] = None,
-    mode: Annotated[str, typer.Option(help="How to use chunk KV.")] = "blend:head_query@0.05",
+    mode: Annotated[str | None, typer.Option(help="How to use chunk KV; by default what the gate passed.")] = None,
+    require_gate: RequireGate = False,
     top_k: Annotated[int, typer.Option(help="Chunks in a prompt.", min=1)] = 6,
     max_tokens: Annotated[int, typer.Option(help="Length of an answer when a request names none.")] = 256,
     max_requests: Annotated[int, typer.Option(help="Requests at once; more get 429.")] = 64,
@@ -56,7 +57,7 @@ def serve(
         raise MissingDependencyError(f"the server needs {error.name!r}; run: pip install 'blendkv[serve]'") from error
 
     opening = Opening(
-        stores, model, served_model_name, engine, mode, top_k, embedder, memory, disk, dtype, device, more
+        stores, model, served_model_name, engine, mode, top_k, embedder, memory, disk, dtype, device, require_gate, more
     )
     set_threads(threads)
     with bind(host, port) as listening:

@@ -16,6 +16,7 @@ from blendkv.types import ChunkKV, Prompt, Recipe, RecipeKind, TokenIds
 
 if TYPE_CHECKING:
     from blendkv.blend import BlendSummary, Mode
+    from blendkv.blend.loading import LoadPlan
     from blendkv.engines.generation import Generation
     from blendkv.library import Library
     from blendkv.store.tiered import KVStore
@@ -200,6 +201,9 @@ class Outcome:
         What to count, in a few fixed words: what was mended on the way, and last the reason of a fallback.
     seconds
         ``prepare``, and the stages of the blend, up to the wait for the first token.
+    plan
+        What the loading planner decided and predicted; None without one. Its segments are those of the blended prompt:
+        behind a conversation's history, of what is new.
     """
 
     mode: str
@@ -207,6 +211,7 @@ class Outcome:
     fallback: str | None = None
     incidents: tuple[str, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
+    plan: LoadPlan | None = None
 
 
 class Conversation:

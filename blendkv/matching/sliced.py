@@ -87,6 +87,11 @@ class _LoadingSlice(SlicedReader):
     """A slice of a reader that loads from a slower place than memory: whole layers are read."""
 
     @property
+    def tier(self) -> str:
+        """Where the layers come from."""
+        return self._inner.tier
+
+    @property
     def bytes_read(self) -> int:
         """Bytes that the other reader has read so far."""
         return self._inner.bytes_read

@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
 _DAMAGE = ("missing", "truncated", "checksum", "header", "mismatch", "unreadable")
 _TIER = ("store", "tier")
+_VERDICTS = ("passed", "failed", "not_measured")
 _GAUGES = {
     "store_bytes": ("Bytes of chunk KV by tier.", _TIER),
     "store_limit_bytes": ("Most bytes that a tier may hold.", _TIER),
     "store_chunks": ("Chunk KVs by tier.", _TIER),
     "documents": ("Documents in the collection.", ("store",)),
+    "gate": ("The quality gate's verdict: 1 for the one that holds, 0 for the others.", ("store", "verdict")),
 }
 _COUNTERS = {
     "store_lookups": ("Look-ups by tier.", (*_TIER, "result")),
@@ -43,13 +45,15 @@ class StoreFacts:
 
     ``stat`` is from `blendkv.store.KVStore.stat`; ``library`` holds counts by name (``hits``, ``computed``,
     ``computed_tokens``, ``failed_lookups``, ``not_stored``); ``documents`` are those of the collection; ``incidents``
-    counts what was mended or given up on the way, by a few fixed words (`blendkv.pipeline.RagPipeline.fallbacks`).
+    counts what was mended or given up on the way, by a few fixed words (`blendkv.pipeline.RagPipeline.fallbacks`);
+    ``gate`` is the state of `blendkv.blend.gate.Gate`.
     """
 
     stat: StoreStat
     library: Mapping[str, int]
     documents: int
     incidents: Mapping[str, int]
+    gate: str
 
 
 class StoreCollector(Collector):
@@ -116,6 +120,8 @@ def _of_tier(tier: TierStat) -> Iterable[tuple[str, tuple[str, ...], float]]:
 def _of_store(facts: StoreFacts) -> Iterable[tuple[str, tuple[str, ...], float]]:
     """Samples of one store: family, labels behind the store's, value."""
     yield "documents", (), facts.documents
+    for verdict in _VERDICTS:
+        yield "gate", (verdict,), float(verdict == facts.gate)
     yield "store_write_errors", (), facts.stat.background_errors
     for kind, count in _bounded(facts.stat.discarded).items():
         yield "store_discarded", (kind,), count

@@ -72,7 +72,9 @@ class Reasons:
     Short reasons are taken as they are, until there are 32 of them; sentences are known by their words, or ``other``.
     """
 
-    _KNOWN = (("are damaged", "damaged_chunk"), ("use full prefill", "unsupported_model"))
+    _KNOWN = (
+        ("are damaged", "damaged_chunk"), ("use full prefill", "unsupported_model"), ("the quality gate", "gate"),
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._seen: set[str] = set()

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from blendkv import __version__
+from blendkv.blend.gate import Gate
 from blendkv.errors import BlendKVError
 from blendkv.serve.backends import Backends
 from blendkv.serve.errors import ApiError, translate
@@ -63,14 +64,15 @@ def _add_watching(app: FastAPI, service: Service, admission: Admission) -> None:
     @app.get("/health")
     async def health() -> JSONResponse:
         pipeline = next(iter(backends.stores.values()))
-        unsupported = pipeline.engine.unsupported
+        refused = pipeline.engine.unsupported or pipeline.gate.closed
         state = "draining" if admission.draining else "ready" if backends.alive() else "engine failed"
         body = {
             "status": state,
             "version": __version__,
             "engine": backends.engine,
             "model": backends.model,
-            "blending": "yes" if unsupported is None else f"no: {unsupported}",
+            "blending": "yes" if refused is None else f"no: {refused}",
+            "gate": {name: _gate(p.gate, str(p.mode)) for name, p in backends.stores.items()},
             "stores": list(backends.stores),
             "running": admission.running,
         }
@@ -81,6 +83,11 @@ def _add_watching(app: FastAPI, service: Service, admission: Admission) -> None:
         accept = request.headers.get("accept", "")
         page, content_type = await service.thread(lambda: service.metrics.page(accept))
         return Response(page, headers={"Content-Type": content_type})
+
+
+def _gate(gate: Gate, mode: str) -> dict[str, str | bool]:
+    """The quality gate's verdict over a store, and the mode of questions that name none."""
+    return {"verdict": gate.state, "required": gate.required, "mode": mode}
 
 
 def _add_errors(app: FastAPI) -> None:

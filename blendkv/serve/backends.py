@@ -112,7 +112,9 @@ class Backends:
         for name, pipeline in self.stores.items():
             try:
                 counts: dict[str, Any] = asdict(pipeline.library.counts)
-                found[name] = StoreFacts(pipeline.store.stat(), counts, pipeline.documents, dict(pipeline.fallbacks))
+                found[name] = StoreFacts(
+                    pipeline.store.stat(), counts, pipeline.documents, dict(pipeline.fallbacks), pipeline.gate.state
+                )
             except BlendKVError:
                 continue
         return found

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from blendkv.blend import parse_mode
 from blendkv.engines.torch.engine import TorchEngine
 from blendkv.errors import InputError
-from blendkv.pipeline import DEFAULT_MODE, TOP_K, RagPipeline
+from blendkv.pipeline import TOP_K, RagPipeline
 from blendkv.retrieval.collection import Collection
 from blendkv.serve.backends import Backends, served_name
 
@@ -31,13 +31,14 @@ class Opening:
     model: str | None = None
     served: str | None = None
     engine: EngineKind = "torch"
-    mode: str = DEFAULT_MODE
+    mode: str | None = None
     top_k: int = TOP_K
     embedder: str | None = None
     memory: str = "2GB"
     disk: str | None = None
     dtype: str = "auto"
     device: str = "auto"
+    require_gate: bool = False
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -50,6 +51,12 @@ def model_of(opening: Opening) -> str:
             with Collection(folder) as collection:
                 return str(collection.get_meta("model") or "demo")
     return "demo"
+
+
+def check_mode(opening: Opening) -> None:
+    """Refuse a wrong mode before a model is loaded."""
+    if opening.mode is not None:
+        parse_mode(opening.mode)
 
 
 async def open_backends(opening: Opening) -> Backends:
@@ -81,7 +88,7 @@ async def open_torch(opening: Opening) -> Backends:
 
 
 def _open_torch(opening: Opening) -> Backends:
-    parse_mode(opening.mode)  # a wrong one is refused before a model is loaded
+    check_mode(opening)
     model = model_of(opening)
     engine = TorchEngine.load(model, dtype=opening.dtype, device=opening.device)
     return Backends(served_name(model, opening.served), "torch", open_pipelines(opening, engine, opening.memory))
@@ -94,7 +101,7 @@ def open_pipelines(opening: Opening, engine: Any, memory: str) -> dict[str, RagP
             name: opened.enter_context(
                 RagPipeline.from_store(
                     folder, mode=opening.mode, top_k=opening.top_k, embedder=opening.embedder, memory=memory,
-                    disk=opening.disk, engine=engine,
+                    disk=opening.disk, engine=engine, require_gate=opening.require_gate,
                 )
             )
             for name, folder in opening.stores.items()

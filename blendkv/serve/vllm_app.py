@@ -8,11 +8,10 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from blendkv.blend import parse_mode
 from blendkv.engines.vllm.engine import VllmEngine
 from blendkv.errors import BlendKVError, EngineError, InputError
 from blendkv.serve.backends import Backends, served_name
-from blendkv.serve.opening import Opening, model_of, open_pipelines
+from blendkv.serve.opening import Opening, check_mode, model_of, open_pipelines
 
 
 async def open_vllm(opening: Opening) -> Backends:
@@ -27,12 +26,13 @@ async def open_vllm(opening: Opening) -> Backends:
     """
     if len(opening.stores) != 1:
         raise InputError(f"{len(opening.stores)} stores are given; vLLM's workers open one: run a server for each")
-    parse_mode(opening.mode)
+    check_mode(opening)
     (folder,) = opening.stores.values()
     model = model_of(opening)
     served = served_name(model, opening.served)
     arguments = VllmEngine.arguments(
-        model, store=folder, dtype=opening.dtype, connector={"memory": opening.memory},
+        model, store=folder, dtype=opening.dtype,
+        connector={"memory": opening.memory, "require_gate": opening.require_gate},
         **{"served_model_name": served, "disable_log_stats": False, **opening.engine_arguments},
     )  # fmt: skip
     llm = await _start(arguments, model)

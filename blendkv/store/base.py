@@ -62,6 +62,10 @@ class LoadingReader(ChunkReader, Protocol):
     """A reader whose layers come from a slower place than memory: worth a prefetch thread."""
 
     @property
+    def tier(self) -> str:
+        """Name of the tier that they come from."""
+
+    @property
     def bytes_read(self) -> int:
         """Bytes read from that place so far; a layer that is kept in memory is not read again."""
 

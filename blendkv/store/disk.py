@@ -38,6 +38,8 @@ class DiskReader:
         If the file is missing, unreadable, truncated, has an altered header, or is not the one of ``row``.
     """
 
+    tier = "disk"
+
     def __init__(self, path: Path, row: Row) -> None:
         self._row = row
         self.bytes_read = 0

@@ -64,6 +64,11 @@ class KeepingReader:
         return self._inner.nbytes
 
     @property
+    def tier(self) -> str:
+        """Where the layers come from."""
+        return self._inner.tier
+
+    @property
     def bytes_read(self) -> int:
         """Bytes read from disk so far."""
         return self._inner.bytes_read

@@ -25,7 +25,10 @@ _MEMORY = "16GB"
 
 def transfer_config(store: str, min_saving: float | None = None) -> dict[str, Any]:
     """VLLM's ``kv_transfer_config`` for a store; ``min_saving`` as in the connector's settings."""
-    extra = {"store": store, "memory": _MEMORY} | ({} if min_saving is None else {"min_saving": min_saving})
+    # What is measured is what was asked for, whatever a verdict on the model says.
+    extra: dict[str, Any] = {"store": store, "memory": _MEMORY, "ignore_gate": True}
+    if min_saving is not None:
+        extra["min_saving"] = min_saving
     return {
         "kv_connector": "BlendConnector", "kv_role": "kv_both",
         "kv_connector_module_path": "blendkv.engines.vllm.connector", "kv_load_failure_policy": "recompute",
@@ -42,7 +45,7 @@ class _Measured:
     def __init__(self) -> None:
         self.llm: Any = None
         self._asked = 0
-        self._truth: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._truth: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         self._scheduling: list[float] = []
 
     def start(
@@ -126,24 +129,35 @@ class _Measured:
         library.store.remove(library.key(ids))
         library.precompute([ids], None)
 
-    def ask(self, segments: Segments, mode: str | None) -> dict[str, Any]:
+    def ask(self, segments: Segments, mode: str | None, warm: int = 0) -> dict[str, Any]:
         """One request: seconds from the call to the first token, the connector's account of it, its scheduling.
 
-        ``cpu_seconds`` is what this process worked meanwhile: on a CPU and with one thread the same, were nobody else
-        on the machine.
+        ``warm`` tokens of the prompt are in vLLM's prefix cache before the clock starts. ``cpu_seconds`` is what this
+        process worked meanwhile: on a CPU and with one thread the same, were nobody else on the machine.
         """
         self._scheduling.clear()
+        self._asked += 1
+        if warm:
+            self._generate(_first(segments, warm), None, 1)
         began, worked = time.perf_counter(), time.process_time()
         out = self._generate(segments, mode, 1)
         seconds, worked = time.perf_counter() - began, time.process_time() - worked
         told = (out.kv_transfer_params or {}).get("blendkv")
         return {"seconds": seconds, "cpu_seconds": worked, "told": told, "scheduling": self._scheduling.copy()}
 
+    def answer(self, segments: Segments, mode: str | None, tokens: int, warm: int = 0) -> dict[str, Any]:
+        """The greedy answer's ``tokens`` token ids, and the connector's account of it; ``warm`` as for `ask`."""
+        self._asked += 1
+        if warm:
+            self._generate(_first(segments, warm), None, 1)
+        out = self._generate(segments, mode, tokens)
+        told = (out.kv_transfer_params or {}).get("blendkv")
+        return {"tokens": list(out.outputs[0].token_ids), "told": told}
+
     def _generate(self, segments: Segments, mode: str | None, tokens: int) -> Any:
-        """Run one request to its end; its salt is its own, so that no request finds another's KV."""
+        """Run one request to its end; its salt is this operation's, so that no other operation's KV is found."""
         from vllm import SamplingParams
 
-        self._asked += 1
         ids = [token for _, run in segments for token in run]
         extra = None
         if mode is not None:
@@ -155,37 +169,45 @@ class _Measured:
         prompt = {"prompt_token_ids": ids, "cache_salt": f"{mode or 'full'}|{self._asked}"}
         return self.llm.generate([prompt], sampling, use_tqdm=False)[0]
 
-    def reference(self, segments: Segments) -> list[int]:
-        """Plain vLLM's greedy continuation; modes are compared with its logits from now on."""
+    def reference(self, segments: Segments, forced: list[int] | None = None, name: str = "own") -> list[int]:
+        """Plain vLLM's greedy continuation, or its logits on ``forced`` tokens; modes are compared with it by name."""
         from blendkv.eval.bench.vllm_forcing import TeacherForcing
 
-        TeacherForcing.record(None)
-        out = self._generate(segments, None, FORCED_TOKENS)
+        self._asked += 1
+        TeacherForcing.record(None if forced is None else torch.tensor(forced))
+        out = self._generate(segments, None, FORCED_TOKENS if forced is None else len(forced))
         tokens = torch.tensor(out.outputs[0].token_ids)
-        self._truth = tokens, TeacherForcing.taken().double().log_softmax(-1)
+        self._truth[name] = tokens, TeacherForcing.taken().double().log_softmax(-1)
         return tokens.tolist()
 
-    def fidelity(self, segments: Segments, mode: str | None, spoken: int = 0) -> dict[str, Any]:
+    def fidelity(
+        self, segments: Segments, mode: str | None, spoken: int = 0, name: str = "own", warm: int = 0
+    ) -> dict[str, Any]:
         """KL(reference || mode) in nats and top-1 agreement on the reference's continuation, teacher-forced.
 
         With ``spoken``, that many of its tokens are part of the prompt, and the rest is compared: for plain vLLM
-        itself, what is left is rounding.
+        itself, what is left is rounding. ``by_token`` holds the KL of each token.
         """
         from blendkv.eval.bench.vllm_forcing import TeacherForcing
 
-        assert self._truth is not None
-        tokens, truth = self._truth[0][spoken:], self._truth[1][spoken:]
+        said, rows = self._truth[name]
+        tokens, truth = said[spoken:], rows[spoken:]
         kind, last = segments[-1]
-        segments = [*segments[:-1], (kind, [*last, *self._truth[0][:spoken].tolist()])]
+        segments = [*segments[:-1], (kind, [*last, *said[:spoken].tolist()])]
+        self._asked += 1
+        if warm:
+            self._generate(_first(segments, warm), None, 1)
         TeacherForcing.record(tokens)
         out = self._generate(segments, mode, len(tokens))
         found = TeacherForcing.taken().double().log_softmax(-1)
-        kl = (truth.exp() * (truth - found)).sum(-1).mean()
+        kl = (truth.exp() * (truth - found)).sum(-1).clamp_(min=0.0)
         top1 = (found.argmax(-1) == truth.argmax(-1)).double().mean()
-        return {"kl": float(kl), "top1": float(top1), "told": (out.kv_transfer_params or {}).get("blendkv")}
+        told = (out.kv_transfer_params or {}).get("blendkv")
+        return {"kl": float(kl.mean()), "top1": float(top1), "by_token": kl.tolist(), "told": told}
 
     def peak(self, segments: Segments, mode: str) -> int:
         """The most bytes that a blended request allocates beside vLLM's pages."""
+        self._asked += 1
         return peak_extra_bytes(lambda: self._generate(segments, mode, 1))
 
     def ideal(self, summary: dict[str, Any]) -> float | None:
@@ -205,6 +227,11 @@ class _Measured:
             self.llm.llm_engine.engine_core.shutdown()
 
 
+def _first(segments: Segments, tokens: int) -> Segments:
+    """The first ``tokens`` of a prompt, as one segment."""
+    return [("query", [token for _, run in segments for token in run][:tokens])]
+
+
 def _row_flops(model: torch.nn.Module) -> float:
     """FLOPs of a decoder's linear layers per row."""
     from vllm.model_executor.layers.linear import LinearBase
@@ -215,7 +242,9 @@ def _row_flops(model: torch.nn.Module) -> float:
 def main() -> None:
     """Answer the measuring process."""
     engine = _Measured()
-    names = ("start", "precompute", "spoil", "restore", "ask", "reference", "fidelity", "peak", "ideal")
+    names = (
+        "start", "precompute", "spoil", "restore", "ask", "answer", "reference", "fidelity", "peak", "ideal",
+    )  # fmt: skip
     try:
         serve_operations({name: getattr(engine, name) for name in names})
     finally:

@@ -142,7 +142,7 @@ def test_refusals(runner, rng):
     for budget in (-0.1, 1.5, math.nan, math.inf):
         with pytest.raises(InputError, match=r"budget .* is outside \[0, 1\]"):
             BlendSettings("strided", budget)
-    with pytest.raises(InputError, match="unknown shift 'big'; allowed: off, mean, js"):
+    with pytest.raises(InputError, match="unknown shift 'big'; allowed: off, mean, js, eb, trend"):
         BlendSettings("strided", 0.1, "big")
     with pytest.raises(InputError, match="the last one must be the 'query'"):
         blend(runner, Prompt(world.prompt.segments[:-1]), ListSource([world.system, world.chunks[0]]), world.sink())
@@ -203,14 +203,16 @@ def test_a_model_whose_attention_does_more_is_refused():
 @given(
     st.sampled_from(SELECTORS.names()),
     st.one_of(st.none(), st.floats(1e-4, 1)),
-    st.sampled_from([None, "off", "js", "mean"]),
+    st.sampled_from([None, "off", "js", "mean", "eb", "trend"]),
+    st.one_of(st.none(), st.integers(1, 40)),
 )
-def test_mode_specs_round_trip(name, budget, shift):
-    mode = Mode("blend", BlendSettings(name, budget, shift))
+def test_mode_specs_round_trip(name, budget, shift, probes):
+    mode = Mode("blend", BlendSettings(name, budget, shift, probes))
     again = parse_mode(str(mode))
     assert again.blend.selector == name
     assert again.blend.asked == pytest.approx(mode.blend.asked)
     assert again.blend.shift_kind == mode.blend.shift_kind
+    assert again.blend.probes == probes
     assert str(again) == str(mode)
 
 
@@ -218,12 +220,17 @@ def test_mode_specs():
     assert parse_mode("full").settings is None
     assert parse_mode("reuse").settings == BlendSettings("strided", 0.0, "off")
     assert parse_mode("blend").settings == BlendSettings()
-    assert parse_mode("blend:kv_deviation@0.2+shift").settings == BlendSettings("kv_deviation", 0.2, "js")
+    assert parse_mode("blend:kv_deviation@0.2+shift").settings == BlendSettings("kv_deviation", 0.2, "eb")
     assert parse_mode("blend:strided-shift").settings == BlendSettings("strided", None, "off")
     assert parse_mode("blend@0.2+mean").settings == BlendSettings("head_query", 0.2, "mean")
+    assert parse_mode("blend:random@0.1+js+p8").settings == BlendSettings("random", 0.1, "js", 8)
+    assert parse_mode("blend+p8-shift").settings == BlendSettings("head_query", None, "off", 8)
     for bad in (
         "",
         "fast",
+        "blend:strided+p8+p9",
+        "blend:strided+js+mean",
+        "blend:strided-p8",
         "blend:strided+more",
         "blend:strided@0.1@0.2",
         "blend:strided@lots",

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from blendkv.blend import SELECTORS, SelectionContext
 from blendkv.blend.layout import Span
-from blendkv.blend.select import HEAD, PROBES
+from blendkv.blend.select import HEAD, PROBES, choose
 from blendkv.errors import InputError
 
 
@@ -36,6 +36,25 @@ def test_every_selector_spends_its_count_inside_the_candidates(name, context):
     assert set(positions) <= allowed
     heads = {p for s in context.spans for p in range(s.start, s.start + HEAD)}
     assert set(chosen.probes.tolist()) <= set(positions) - heads
+
+
+@pytest.mark.parametrize("name", SELECTORS.names())
+@given(context=contexts(), probes=st.integers(1, 20))
+def test_probes_of_ones_own(name, context, probes):
+    """Evenly spaced tokens behind the chunks' heads join what a rule chooses, within the count."""
+    chosen = choose(SELECTORS.get(name), context, probes)
+    positions = chosen.positions.tolist()
+    assert positions == sorted(set(positions))
+    assert len(positions) <= context.count
+    assert set(chosen.probes.tolist()) <= set(positions)
+    for span in context.spans:
+        own = chosen.probes[(chosen.probes >= span.start) & (chosen.probes < span.stop)]
+        assert len(own) <= min(probes, max(0, len(span) - HEAD))
+        assert (own >= span.start + HEAD).all()
+    wanted = sum(min(probes, max(0, len(s) - HEAD)) for s in context.spans)
+    assert len(chosen.probes) == min(wanted, context.count // 2)
+    if name == "chunk_head" and context.count >= 2 * wanted:
+        assert len(positions) == context.count, "there is room, and the rule has more to give"
 
 
 def spans(*lengths: int) -> tuple[Span, ...]:

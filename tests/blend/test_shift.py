@@ -47,11 +47,12 @@ def estimate(world, kind, noise, shift_k, shift_v):
     return span.index, estimator, lambda at: estimator.shifts(at, fresh_k, old_v[local] + shift_v, stored)
 
 
-@pytest.mark.parametrize("kind", ["mean", "js"])
+@pytest.mark.parametrize("kind", ["mean", "js", "eb"])
 def test_a_constant_shift_is_found(world, kind):
     shift_k, shift_v = torch.randn(2, 16), torch.randn(2, 16)
     index, _, shifts = estimate(world, kind, torch.zeros(8, 2, 16), shift_k, shift_v)
-    d_k, d_v = shifts(2)[index]
+    found = shifts(2)[index]
+    d_k, d_v = found.k, found.v
     assert torch.allclose(d_k, shift_k, atol=1e-4)
     assert torch.allclose(d_v, shift_v, atol=1e-4)
     assert shifts(0) == {}
@@ -64,7 +65,7 @@ def test_shrinkage_by_hand(world):
     noise = torch.zeros(8, 2, 16)
     noise[:4, 0, 0], noise[4:, 0, 0] = 1.0, -1.0
     index, _, shifts = estimate(world, "js", noise, shift, torch.zeros(2, 16))
-    d_k, _ = shifts(2)[index]
+    d_k = shifts(2)[index].k
     assert d_k[0, 0] == pytest.approx(1 - 1 / 7, abs=1e-4)
     assert d_k[1].abs().max() < 1e-5
 
@@ -73,7 +74,84 @@ def test_noise_alone_is_shrunk_away(world):
     noise = torch.randn(8, 2, 16)
     noise -= noise.mean(0)
     index, _, shifts = estimate(world, "js", noise, torch.full((2, 16), 1e-3), torch.zeros(2, 16))
-    assert shifts(2)[index][0].abs().max() == 0.0
+    assert shifts(2)[index].k.abs().max() == 0.0
+
+
+class Several:
+    """An estimator over several chunks, fed with known differences of V; K stays as it is."""
+
+    def __init__(self, world, rows_each, kind="eb"):
+        self.layout = lay_out(world.prompt, world.source().readers)
+        tables = RopeTables(world.runner, torch.arange(self.layout.total))
+        self.spans = self.layout.candidates
+        rows = torch.cat([torch.arange(s.start + 4, s.start + 4 + rows_each) for s in self.spans])
+        self.stored = {s.index: world.source().layer(2)[s.index] for s in self.layout.stored}
+        local = torch.arange(4, 4 + rows_each)
+        self.old_k = torch.cat([self.stored[s.index][0][local] for s in self.spans])
+        self.old_v = torch.cat([self.stored[s.index][1][local] for s in self.spans])
+        self.rotated = rotate(self.old_k, tables.layer(2).rows(rows))
+        self.estimator = ShiftEstimator(self.layout, tables, rows, rows, kind)
+
+    def shifts(self, difference):
+        found = self.estimator.shifts(2, self.rotated, self.old_v + difference, self.stored)
+        return [found[s.index].v for s in self.spans]
+
+
+def test_chunks_that_agree_share_their_mean(world):
+    """Apart by no more than their noise: every chunk gets the mean of all."""
+    several = Several(world, 8)
+    noise = torch.randn(len(several.spans), 8, 2, 16)
+    noise -= noise.mean(1, keepdim=True)
+    shift = torch.randn(2, 16)
+    found = torch.stack(several.shifts((noise + shift).flatten(0, 1)))
+    assert torch.allclose(found, shift.expand_as(found), atol=1e-4)
+
+
+def test_chunks_that_differ_keep_their_own(world):
+    several = Several(world, 8)
+    own = torch.randn(len(several.spans), 1, 2, 16)
+    found = torch.stack(several.shifts(own.expand(-1, 8, -1, -1).flatten(0, 1)))
+    assert torch.allclose(found, own[:, 0], atol=1e-4)
+
+
+def test_shrinkage_between_chunks_by_hand(world):
+    """Two chunks, n = 4, means 1 and 3, differences +-1 around them: noise 1/3, B = 2 - 1/3, keep 5/6 of it."""
+    several = Several(world, 4)
+    assert len(several.spans) == 2
+    difference = torch.zeros(2, 4, 2, 16)
+    difference[:, :2, 0, 0], difference[:, 2:, 0, 0] = 1.0, -1.0
+    difference[0, :, 0, 0] += 1.0
+    difference[1, :, 0, 0] += 3.0
+    found = torch.stack(several.shifts(difference.flatten(0, 1)))
+    assert found[:, 0, 0].tolist() == pytest.approx([2 - 5 / 6, 2 + 5 / 6], abs=1e-4)
+    assert found[:, 1].abs().max() < 1e-5
+
+
+def test_a_trend_is_found(world):
+    """Every chunk moves by a constant of its own and by one slope over log(1 + distance from its head).
+
+    Before the first row and behind the last it stays what it is there.
+    """
+    several = Several(world, 8, "trend")
+    slope, own = torch.randn(2, 16), torch.randn(len(several.spans), 1, 2, 16)
+    logs = torch.log1p(torch.arange(4, 12).float())[:, None, None]
+    found = several.shifts((own + logs * slope).flatten(0, 1))
+    for span, constant, shift in zip(several.spans, own[:, 0], found, strict=True):
+        everywhere = torch.log1p(torch.arange(len(span)).float().clamp(4, 11))[:, None, None]
+        assert shift.shape == (len(span), 2, 16)
+        assert torch.allclose(shift, constant + everywhere * slope, atol=1e-3)
+
+
+def test_no_trend_where_noise_is_as_large(world):
+    """A slope that noise alone would give is shrunk away: what is left is the constant."""
+    several = Several(world, 8, "trend")
+    noise = torch.randn(len(several.spans), 8, 2, 16)
+    noise -= noise.mean(1, keepdim=True)
+    x = several.estimator._regressor.view(len(several.spans), 8, 1, 1)
+    noise -= x * (x * noise).sum((0, 1)) / x.square().sum()
+    faint = 1e-3 * torch.randn(2, 16)
+    found = several.shifts((noise + x * faint + 1.0).flatten(0, 1))
+    assert all(torch.allclose(shift, torch.ones_like(shift), atol=1e-4) for shift in found)
 
 
 def test_fewer_than_three_rows_say_nothing(world):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from tiny_hub import TOPICS, write_corpus
@@ -66,6 +67,18 @@ def test_ask(cli, store, mode):
     assert row["timings"].keys() >= {"retrieve", "question", "ttft", "total"}
     assert row["sources"][0]["metadata"]["title"] == "lambda"
     assert (row["blend"] is None) == (mode == "full")
+
+
+def test_ask_with_a_plan(cli, store):
+    asked = ("ask", "What is lambda?", "--store", store, "--max-new-tokens", 4, "--plan")
+    plan = whole(cli(*asked, "--json"), "ask")["rows"][0]["plan"]
+    assert plan.keys() == {"recompute", "budget_asked", "budget", "predicted", "retried"}
+    assert plan["budget_asked"] == 0.05
+    assert plan["predicted"]["total"] > 0
+    assert re.search(r"; planned: \d stored chunks computed, budget [\d.]+, \d+ ms$", cli(*asked).err.strip())
+    assert whole(cli(*asked[:-1], "--json"), "ask")["rows"][0]["plan"] is None
+    full = cli(*asked, "--mode", "full")
+    assert (full.code, "planned" in full.err) == (0, False)
 
 
 def test_answer_may_look_like_markup(cli, store, monkeypatch):
@@ -158,8 +171,10 @@ def test_doctor(cli, llama_folder, gpt2_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("BLENDKV_HOME", str(tmp_path))
     rows = whole(cli("doctor", "--json", "--model", llama_folder), "doctor")["rows"]
     assert {"part", "name", "works", "detail"} == rows[0].keys()
-    assert rows[-1]["works"]
-    assert "can be blended: 4 layers, float32" in rows[-1]["detail"]
+    model, gate = rows[-2:]
+    assert model["works"]
+    assert "can be blended: 4 layers, float32" in model["detail"]
+    assert gate["part"] == "gate"
     assert cli("doctor").code == 0
     refused = cli("doctor", "--model", gpt2_folder)
     assert refused.code == 1

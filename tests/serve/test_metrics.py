@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
 from serving import chat
+from tiny_hub import open_pipeline
+from verdicts import put_verdict
 
 from blendkv.observe.metrics import STAGES, Metrics
 from blendkv.observe.reuse import Reasons, Reuse
@@ -95,6 +97,42 @@ async def test_stores_and_libraries(connect, pipeline):
     assert found[("blendkv_store_discarded_total", "checksum", "default")] == 1
     assert found[("blendkv_store_discarded_total", "other", "default")] == 1
     assert found[("blendkv_incidents_total", "damaged_chunk_recomputed", "default")] == 3
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("passed", [None, (), ("blend:strided@0.5",)], ids=["not_measured", "failed", "passed"])
+async def test_the_gate(connect, store, llama, passed, request):
+    """Its verdict on both pages; after one that failed, every blend is a fallback with the reason ``gate``."""
+    if passed is not None:
+        put_verdict(store, llama.fingerprint, *passed)
+    state = request.node.callspec.id
+    with open_pipeline(store, llama) as pipeline:
+        client = await connect({"default": pipeline})
+        body = (await client.post("/v1/chat/completions", json=chat())).json()["blendkv"]
+        found = await figures(client)
+        health = (await client.get("/health")).json()
+    shown = {key[2]: value for key, value in found.items() if key[0] == "blendkv_gate"}
+    assert shown == {name: float(name == state) for name in ("passed", "failed", "not_measured")}
+    mode = "blend:strided@0.5" if passed else "blend:head_query@0.05"
+    assert health["gate"] == {"default": {"verdict": state, "required": False, "mode": mode}}
+    why = "the quality gate did not pass this model: KL 0.9, allowed 0.05"
+    assert health["blending"] == (f"no: {why}" if state == "failed" else "yes")
+    assert found.get(("blendkv_requests_total", "fallback", "gate")) == (1 if state == "failed" else None)
+    assert found.get(("blendkv_incidents_total", "gate", "default")) == (1 if state == "failed" else None)
+    assert (body["outcome"], body["reason"]) == (("fallback", why) if state == "failed" else ("blended", None))
+    assert body["mode"] == ("full" if state == "failed" else mode)
+
+
+@pytest.mark.asyncio
+async def test_a_required_gate_refuses_a_request(connect, store, llama):
+    put_verdict(store, llama.fingerprint, "blend:strided@0.5")
+    with open_pipeline(store, llama, require_gate=True) as pipeline:
+        client = await connect({"default": pipeline})
+        asked = [chat(), chat("tiny", blendkv={"collection": True, "mode": "reuse"}),
+                 chat("tiny", blendkv={"collection": True, "mode": "full"})]  # fmt: skip
+        made = [await client.post("/v1/chat/completions", json=body) for body in asked]
+    assert [response.status_code for response in made] == [200, 400, 200]
+    assert "did not pass reuse; it passed blend:strided@0.5" in made[1].json()["error"]["message"]
 
 
 @pytest.mark.asyncio

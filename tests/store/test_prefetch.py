@@ -17,6 +17,7 @@ class SlowReader:
     """A reader from disk whose layers are let through one by one."""
 
     token_ids = recipe = fingerprint = None
+    tier = "disk"
 
     def __init__(self, key="slow", layers=LAYERS, gated=True):
         self.key, self.layers, self.nbytes = key, layers, 10 * layers

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 from blending import blending as start
-from blending import close, transfer
+from blending import close, save, transfer
+from verdicts import put_verdict
 from vllm_engine import engine
 
 from blendkv.blend import parse_mode
+from blendkv.engines.fingerprint import fingerprint_folder
 
 pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.filterwarnings("ignore")]
 MODES = ("reuse", "blend:strided@0.3", "blend:head_query@0.4")
@@ -120,23 +122,29 @@ def test_a_worker_class_where_the_plugin_cannot_reach_the_model(tmp_path, monkey
             assert running.told["reason"] == (None if worker else "model")
 
 
-def test_the_gate_s_verdict_is_honoured(tmp_path):
-    import json
-
-    from blendkv.blend.gate import verdict_path
-    from blendkv.engines.fingerprint import fingerprint_folder
-
-    with start(tmp_path) as running:
-        running.ask(mode="reuse", salt="x")
-        assert running.told["outcome"] == "blended"
-    for passed in (False, True):
-        path = verdict_path(tmp_path / "store", fingerprint_folder(tmp_path))
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps({"format": 1, "passed": passed, "summary": "KL 0.9, allowed 0.1"}))
-        with start(tmp_path) as running:
-            running.ask(mode="reuse", salt="x")
-            assert running.told["outcome"] == ("blended" if passed else "full")
-            assert running.told["reason"] == (None if passed else "gate")
+@pytest.mark.parametrize(
+    ("passed", "settings", "reuse", "other"),
+    [
+        ((), {}, "full", "full"),
+        ((), {"ignore_gate": True}, "blended", "blended"),
+        (("blend:strided@0.4", "blend:strided@0.5"), {"require_gate": True}, "full", "blended"),
+    ],
+    ids=["failed", "ignored", "required"],
+)
+def test_the_gate_s_verdict_is_honoured(tmp_path, monkeypatch, passed, settings, reuse, other):
+    """By the connector; a mode that was passed is also that of requests that name none."""
+    monkeypatch.setenv("BLENDKV_HOME", str(tmp_path / "home"))
+    put_verdict(tmp_path / "home", fingerprint_folder(save(tmp_path)), *passed)
+    with start(tmp_path, extra=settings) as running:
+        for mode, outcome in (("reuse", reuse), ("blend:strided@0.4", other)):
+            running.ask(mode=mode, salt="x")
+            assert running.told["outcome"] == outcome
+            assert running.told["reason"] == (None if outcome == "blended" else "gate")
+        prompt, params = running.request(mode="blend:strided@0.4", salt="x")
+        del params.extra_args["kv_transfer_params"]["blendkv"]["mode"]
+        running.ask((prompt, params))
+        assert running.told["mode"] == ("blend:strided@0.4" if passed else None)
+        assert running.told["reason"] == (None if passed else "cache_salt")
 
 
 def test_without_the_connector_nothing_is_registered(tiny_checkpoint):

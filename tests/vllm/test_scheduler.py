@@ -360,6 +360,8 @@ def test_what_was_read_is_not_read_again(tmp_path):
         ({"store": "s", "step_tokens": 0}, "step_tokens is 0; more than 0"),
         ({"store": "s", "min_saving": 1}, "less than 1"),
         ({"store": "s", "compute_tokens": "x"}, "wrong type"),
+        ({"store": "s", "require_gate": "yes"}, "require_gate is 'yes'; true or false"),
+        ({"store": "s", "require_gate": True, "ignore_gate": True}, "both set"),
     ],
 )
 def test_options_of_the_connector(extra, words):

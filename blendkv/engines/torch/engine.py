@@ -11,6 +11,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from blendkv.blend import BlendReport, BlendSettings, Mode, blend, collect
+from blendkv.blend.loading import LoadingPlanner, LoadPlan
+from blendkv.blend.planned import PlannedBlend
 from blendkv.engines.base import (
     Conversation,
     GenerationOptions,
@@ -40,6 +42,8 @@ class TorchEngine:
 
     ``unsupported`` holds the reason when the model cannot be blended; full prefill still works. Threads may share an
     engine: ``lock`` is held while the model runs.
+
+    ``planner`` decides which stored chunks `generate` loads and which it computes; None: all are loaded.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class TorchEngine:
             raise ModelLoadError(f"{name} has a slow tokenizer; BlendKV needs a fast one (tokenizer.json) for offsets")
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.lock = threading.Lock()
+        self.planner: LoadingPlanner | None = None
         self.context = context_of(model.config.get_text_config(decoder=True))
         self.fingerprint = fingerprint or fingerprint_model(
             model, model.config.to_dict(), tokenizer.backend_tokenizer.to_str()
@@ -161,8 +166,8 @@ class TorchEngine:
         elif mode.settings is not None:
             conversation = conversation or TorchConversation(self, room=64)
             rest, cache = conversation.behind(prompt)
-            report, damaged = self._blend_whole(rest, library, cache, mode.settings)
-            outcome = Outcome(str(mode), report, None, (_DAMAGED,) * damaged)
+            report, plan, damaged = self._blend_whole(rest, library, cache, mode.settings)
+            outcome = Outcome(str(mode), report, None, (_DAMAGED,) * damaged, plan=plan)
             if report is None:
                 outcome, cache = Outcome("full", None, _NO_END, (*outcome.incidents, "damaged again and again")), None
         decoder = self.decoder(prompt.token_ids, cache, options, None if report is None else report.logits)
@@ -175,19 +180,30 @@ class TorchEngine:
 
     def _blend_whole(
         self, prompt: Prompt, library: ChunkLibrary, cache: ContiguousCache, settings: BlendSettings
-    ) -> tuple[BlendReport | None, int]:
+    ) -> tuple[BlendReport | None, LoadPlan | None, int]:
         """Blend; a chunk that turns out damaged is dropped, computed again, and the blend starts over.
 
-        Returns the report, None when there is no end to the damage, and the number of damaged chunks.
+        Returns the report, None when there is no end to the damage, the plan, and the number of damaged chunks.
         """
         tries = len(prompt.segments) + 1
         for damaged in range(tries):
             try:
-                with library.source(prompt) as source:
-                    return self.blend(prompt, source, cache, settings, logits_to_keep=1), damaged
+                return *self._blend_once(prompt, library, cache, settings), damaged
             except DamagedChunkError as error:
                 library.store.discard(error.key, error.reason)
-        return None, tries
+        return None, None, tries
+
+    def _blend_once(
+        self, prompt: Prompt, library: ChunkLibrary, cache: ContiguousCache, settings: BlendSettings
+    ) -> tuple[BlendReport, LoadPlan | None]:
+        if self.planner is None:
+            with library.source(prompt) as source:
+                return self.blend(prompt, source, cache, settings, logits_to_keep=1), None
+        planned = PlannedBlend(self.planner, self.runner, prompt, settings, cache.length)
+        with library.source(prompt, planned.readers) as source:
+            report = self.blend(prompt, source, cache, planned.settings, logits_to_keep=1)
+            planned.learn(report)
+        return report, planned.plan
 
     def decoder(
         self,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -22,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from blendkv.blend.gate import read_verdict
+from blendkv.blend.gate import Gate
 from blendkv.engines.fingerprint import fingerprint_folder
 from blendkv.engines.vllm import stores
 from blendkv.engines.vllm.messages import BlendMetadata, Load, WorkerReport, reason_of
@@ -83,15 +84,20 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         facts = Facts(self._fingerprint, dtype, bos, bool(config.cache_config.enable_prefix_caching))
         finder = ChunkFinder(self._store, self._fingerprint, dtype, bos)
         finder.refresh()  # the first one reads the whole index
-        planner = Planner(self.settings, facts, self._store, finder)
+        gate, settings = self._gate(), self.settings
+        if settings.mode is None:
+            settings = replace(settings, mode=str(gate.mode(None)))
+        planner = Planner(settings, facts, self._store, finder)
         remembered = self.settings.memory_bytes if self._apart else 0
         prefetcher = Prefetcher(self._store, self.settings.load_seconds, remembered)
         step_tokens = self.settings.step_tokens or config.scheduler_config.max_num_batched_tokens
-        scheduler = BlendScheduler(self.settings, planner, prefetcher, step_tokens, finder.refresh)
-        verdict = read_verdict(self.settings.store, self._fingerprint)
-        if verdict is not None and not verdict.passed:
-            scheduler.refuse("gate", f"the quality gate did not pass this model: {verdict.summary}")
-        return scheduler
+        return BlendScheduler(settings, planner, prefetcher, step_tokens, finder.refresh, gate)
+
+    def _gate(self) -> Gate:
+        if self.settings.ignore_gate:
+            return Gate()
+        model = str(model_folder(self._vllm_config))
+        return Gate.read(self.settings.store, self._fingerprint, model, self.settings.require_gate)
 
     @property
     def scheduler(self) -> BlendScheduler:

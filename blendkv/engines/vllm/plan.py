@@ -93,7 +93,7 @@ class Planner:
         try:
             if not isinstance(wanted, dict) or set(wanted) - set(_FIELDS):
                 raise InputError(f"blendkv parameters are {wanted!r}; a mapping of {', '.join(_FIELDS)} is allowed")
-            mode = parse_mode(wanted.get("mode", self._settings.mode))
+            mode = parse_mode(wanted.get("mode", self._settings.default_mode))
             workload = _one_of("workload", wanted.get("workload", "rag"), WORKLOADS)
             recipe = wanted.get("recipe")
             recipe = None if recipe is None else _one_of("recipe", recipe, ("system", "bos"))
@@ -133,7 +133,7 @@ class Planner:
 
     @property
     def _default_mode(self) -> str:
-        return str(parse_mode(self._settings.mode))
+        return str(parse_mode(self._settings.default_mode))
 
     def _by_boundaries(
         self,

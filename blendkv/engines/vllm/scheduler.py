@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from blendkv.blend import parse_mode
+from blendkv.blend.gate import REASON, Gate
 from blendkv.engines.vllm.messages import BlendMetadata, Compute, Load, NotBlendedError, WorkerReport, reason_of
 from blendkv.engines.vllm.plan import Plan, Planner
 from blendkv.engines.vllm.prefetch import Prefetcher
@@ -56,6 +58,8 @@ class BlendScheduler:
         Most rows that blends run in one step.
     refresh
         Called at most once per step before a request is planned: brings the finder up to date.
+    gate
+        What the quality gate allows; all of it by default.
 
     Attributes
     ----------
@@ -73,6 +77,7 @@ class BlendScheduler:
         prefetcher: Prefetcher,
         step_tokens: int,
         refresh: Callable[[], None],
+        gate: Gate | None = None,
     ) -> None:
         self.outcomes: Counter[str] = Counter()
         self.stats = BlendStats()
@@ -87,6 +92,9 @@ class BlendScheduler:
         self._background_tokens = 0
         self._refused: str | None = None
         self._warned: set[str] = set()
+        self._gate = gate or Gate()
+        if self._gate.closed is not None:
+            self.refuse(REASON, self._gate.closed)
 
     @property
     def has_work(self) -> bool:
@@ -128,6 +136,8 @@ class BlendScheduler:
             state.mode, state.workload = state.plan.mode, state.plan.workload
             if self._refused is not None:
                 state.plan, state.reason = None, self._refused
+            elif (why := self._gate.check(parse_mode(state.plan.mode))) is not None:
+                self._give_up(state, REASON, why)
         except Exception as error:  # an error here would end the engine
             self._give_up(state, reason_of(error), error)
         return state

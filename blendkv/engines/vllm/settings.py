@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from blendkv.blend import parse_mode
+from blendkv.blend.gate import DEFAULT_MODE
 from blendkv.config import parse_bytes
 from blendkv.errors import InputError
 
@@ -23,7 +24,8 @@ class ConnectorSettings:
     memory
         Limit of the store's memory tier in the engine's process, such as ``2GB``.
     mode
-        Mode of requests that name none.
+        Mode of requests that name none; None: the one that the quality gate's verdict names, or
+        ``blend:head_query@0.05`` for a model that was not measured.
     all_requests
         Blend also requests that carry no ``blendkv`` parameters: their chunks are found by content. Their KV then
         goes into the prefix cache without a salt: every unsalted answer of this engine may rest on blended KV.
@@ -35,27 +37,43 @@ class ConnectorSettings:
         Most tokens of missing chunks that are computed in one step.
     load_seconds
         How long a request waits for its chunk KV to be read into host memory before it is prefilled in full.
+    require_gate
+        Prefill in full what the quality gate has not passed: everything, if it has not measured the model.
+    ignore_gate
+        Blend whatever the verdict says: for measuring a model again.
     """
 
     store: Path
     memory: str = "2GB"
-    mode: str = "blend:head_query@0.05"
+    mode: str | None = None
     all_requests: bool = False
     min_saving: float = 0.1
     step_tokens: int | None = None
     compute_tokens: int = 512
     load_seconds: float = 10.0
+    require_gate: bool = False
+    ignore_gate: bool = False
 
     def __post_init__(self) -> None:
         parse_bytes(self.memory)
-        if parse_mode(self.mode).settings is None:
+        if parse_mode(self.default_mode).name not in ("reuse", "blend"):
             raise InputError(f"the connector's mode is {self.mode!r}; give reuse or blend:SELECTOR@BUDGET")
+        for name in ("require_gate", "ignore_gate"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"the connector's {name} is {getattr(self, name)!r}; true or false is allowed")
+        if self.require_gate and self.ignore_gate:
+            raise InputError("the connector's require_gate and ignore_gate are both set; drop one of them")
         for name in ("step_tokens", "compute_tokens", "load_seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise InputError(f"the connector's {name} is {value}; more than 0 is allowed")
         if not self.min_saving < 1:
             raise InputError(f"the connector's min_saving is {self.min_saving}; less than 1 is allowed")
+
+    @property
+    def default_mode(self) -> str:
+        """Mode of requests that name none, as far as these settings know."""
+        return self.mode or DEFAULT_MODE
 
     @property
     def memory_bytes(self) -> int:
