@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from blendkv.blend import BlendReport, BlendSettings, Mode
@@ -17,8 +18,12 @@ from blendkv.eval.modes import EvalMode, Sizes
 from blendkv.eval.subject import CONTINUATION, Asked, Built, Comparison, Truth, offsets_by_chunk
 from blendkv.library import ChunkLibrary
 from blendkv.prompt import DEFAULT_SYSTEM, PromptBuilder
+from blendkv.store.base import ChunkReader
 from blendkv.store.tiered import KVStore
 from blendkv.types import Prompt, RecipeKind, to_tensor
+
+_NOTHING = BlendSettings("strided", 0.0, "off")
+"""Recompute nothing that is stored."""
 
 
 @dataclass
@@ -116,41 +121,25 @@ class TorchSubject:
         """The mode for this prompt, a baseline's budget worked out."""
         return mode.resolve(self._sizes(built.prompt))
 
-    def _prefix_cache(self, prompt: Prompt) -> tuple[ContiguousCache, int]:
-        """A cache that holds the system prefix and the first chunk, as an exact prefix cache would."""
-        held = 0
-        for segment in prompt.segments[:-1]:
-            if segment.kind not in ("system", "chunk"):
-                break
-            held += len(segment.token_ids)
-            if segment.kind == "chunk":
-                break
-        cache = self.engine.new_cache(len(prompt) + CONTINUATION)
-        if held:
-            with self.engine.lock, torch.inference_mode():
-                self._forward(to_tensor(prompt.token_ids[:held], self.engine.model.device), cache, 1)
-        return cache, held
-
-    def _rest(self, prompt: Prompt, cache: ContiguousCache, held: int) -> torch.Tensor:
-        with self.engine.lock, torch.inference_mode():
-            return self._forward(to_tensor(prompt.token_ids[held:], self.engine.model.device), cache, 1)
+    def _blend(
+        self, built: Built, settings: BlendSettings, prefix: bool = False
+    ) -> tuple[ContiguousCache, BlendReport]:
+        """Blend into a new cache; with ``prefix``, only what is exact at the prompt's head is taken from the store."""
+        cache = self.engine.new_cache(len(built.prompt) + built.max_new_tokens + CONTINUATION + len(built.gold))
+        with self.library.source(built.prompt, _exact_head(built.prompt) if prefix else None) as source:
+            return cache, self.engine.blend(built.prompt, source, cache, settings, logits_to_keep=1)
 
     def compare(self, built: Built, mode: EvalMode, truth: Truth, deviation: bool = False) -> Comparison:
         """See `blendkv.eval.subject.Subject.compare`; full prefill is compared with itself run in one pass."""
         state: _State = truth.state
-        report: BlendReport | None = None
-        if mode.prefix:
-            cache, held = self._prefix_cache(built.prompt)
-            first = self._rest(built.prompt, cache, held)
-        elif mode.exact:
+        if mode.exact and not mode.prefix:
             return self._rounding(built, state)
-        else:
-            cache, report = self._blend(built, self.mode_of(built, mode).settings or BlendSettings("strided", 0.0))
-            assert report.logits is not None
-            first = report.logits
+        cache, done = self._blend(built, self.mode_of(built, mode).settings or _NOTHING, mode.prefix)
+        assert done.logits is not None
         with self.engine.lock, torch.inference_mode():
-            continued = self._forced(first, state.continuation, cache)
-            gold = self._forced(first, state.gold, cache)
+            continued = self._forced(done.logits, state.continuation, cache)
+            gold = self._forced(done.logits, state.gold, cache)
+        report = None if mode.prefix else done
         layers = None
         if deviation and report is not None:
             with self.engine.lock, torch.inference_mode():
@@ -165,11 +154,6 @@ class TorchSubject:
             out = self.engine.model(input_ids=ids[None], use_cache=False, logits_to_keep=len(state.continuation))
         return _compared(state, out.logits[0], None, None, None, None)
 
-    def _blend(self, built: Built, settings: BlendSettings) -> tuple[ContiguousCache, BlendReport]:
-        cache = self.engine.new_cache(len(built.prompt) + CONTINUATION + len(built.gold))
-        with self.library.source(built.prompt) as source:
-            return cache, self.engine.blend(built.prompt, source, cache, settings, logits_to_keep=1)
-
     def budget_one(self, built: Built, truth: Truth) -> float:
         """KL to full prefill with every token recomputed."""
         state: _State = truth.state
@@ -180,13 +164,12 @@ class TorchSubject:
         return float(_kl(state.log_probs, continued).mean())
 
     def ask(self, built: Built, mode: EvalMode, max_new_tokens: int) -> Asked:
-        """See `blendkv.eval.subject.Subject.ask`; for ``prefix`` the clock starts with the prefix in the cache."""
+        """See `blendkv.eval.subject.Subject.ask`; ``prefix`` takes system prefix and first chunk from the store."""
         prompt, options = built.prompt, GenerationOptions(max_new_tokens=max_new_tokens)
         if mode.prefix:
-            cache, held = self._prefix_cache(prompt)
             began = time.perf_counter()
-            logits = self._rest(prompt, cache, held)
-            generation = self.engine.decoder(prompt.token_ids, cache, options, logits)
+            cache, head = self._blend(built, _NOTHING, prefix=True)
+            generation = self.engine.decoder(prompt.token_ids, cache, options, head.logits)
         else:
             asked = self.mode_of(built, mode)
             began = time.perf_counter()
@@ -204,6 +187,22 @@ class TorchSubject:
     def close(self) -> None:
         """Close the store; the model goes with the object."""
         self.library.store.close()
+
+
+def _exact_head(prompt: Prompt) -> Callable[[Sequence[ChunkReader | None]], list[ChunkReader | None]]:
+    """Keep the readers of what an exact prefix cache can hold of a prompt: KV computed behind the very same tokens."""
+
+    def through(readers: Sequence[ChunkReader | None]) -> list[ChunkReader | None]:
+        kept: list[ChunkReader | None] = []
+        start = 0
+        for segment, reader in zip(prompt.segments, readers, strict=True):
+            before = () if reader is None else reader.recipe.prefix
+            same = len(before) == start and np.array_equal(prompt.token_ids[:start], before)
+            kept.append(reader if same else None)
+            start += len(segment.token_ids)
+        return kept
+
+    return through
 
 
 def _kl(log_probs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

@@ -143,7 +143,7 @@ def choose(rule: Selector, context: SelectionContext, probes: int | None) -> Sel
     return Selection(positions, estimating)
 
 
-@register_selector("head_query", needs="max", budget=0.05, shift="trend")
+@register_selector("head_query", needs="max", budget=0.05, shift="js")
 def head_query(context: SelectionContext) -> Selection:
     """First 4 tokens of each chunk, up to 4 evenly spaced probes each, the rest by the question's peak attention."""
     lengths = [min(HEAD, len(s)) for s in context.spans]
@@ -157,7 +157,7 @@ def head_query(context: SelectionContext) -> Selection:
     return Selection(context.top(torch.cat((context.places(0, HEAD), chosen))), chosen)
 
 
-@register_selector("strided", budget=0.03, shift="eb")
+@register_selector("strided", budget=0.03, shift="js")
 def strided(context: SelectionContext) -> Selection:
     """First 4 tokens of each chunk, the rest evenly spaced inside it: known before anything is loaded."""
     shares = _round_robin([len(s) for s in context.spans], context.count)

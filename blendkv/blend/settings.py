@@ -13,7 +13,7 @@ from blendkv.errors import InputError
 
 ModeName = Literal["full", "reuse", "blend"]
 _SUFFIXES: dict[str, ShiftKind] = {"-shift": "off", "+mean": "mean", "+js": "js", "+eb": "eb", "+trend": "trend"}
-_SHIFT: ShiftKind = "eb"
+_SHIFT: ShiftKind = "js"
 """What ``+shift`` stands for."""
 _FORM = re.compile(
     r"blend(?::(?P<selector>[^@+-]*))?(?:@(?P<budget>(?:[^@+-]|(?<=e)[+-](?=\d))*))?(?P<suffixes>(?:[+-]\w+)*)"
@@ -84,7 +84,7 @@ class Mode:
 def parse_mode(spec: str) -> Mode:
     """Read ``full``, ``reuse`` or ``blend[:SELECTOR][@BUDGET]``, then suffixes: a shift, probes per chunk.
 
-    ``+eb`` (``+shift``), ``+trend``, ``+js``, ``+mean`` and ``-shift`` say which shift (`blendkv.blend.shift`), ``+p8``
+    ``+js`` (``+shift``), ``+eb``, ``+trend``, ``+mean`` and ``-shift`` say which shift (`blendkv.blend.shift`), ``+p8``
     that 8 probes per chunk estimate it.
 
     Raises

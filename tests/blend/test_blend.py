@@ -220,7 +220,7 @@ def test_mode_specs():
     assert parse_mode("full").settings is None
     assert parse_mode("reuse").settings == BlendSettings("strided", 0.0, "off")
     assert parse_mode("blend").settings == BlendSettings()
-    assert parse_mode("blend:kv_deviation@0.2+shift").settings == BlendSettings("kv_deviation", 0.2, "eb")
+    assert parse_mode("blend:kv_deviation@0.2+shift").settings == BlendSettings("kv_deviation", 0.2, "js")
     assert parse_mode("blend:strided-shift").settings == BlendSettings("strided", None, "off")
     assert parse_mode("blend@0.2+mean").settings == BlendSettings("head_query", 0.2, "mean")
     assert parse_mode("blend:random@0.1+js+p8").settings == BlendSettings("random", 0.1, "js", 8)

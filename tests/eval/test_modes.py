@@ -26,9 +26,9 @@ def test_the_command_lines_own_modes(spec):
 
 
 def test_one_name_for_one_mode():
-    modes = parse_eval_modes("blend, blend:head_query@0.05 ,full,epic@032,epic@32, blend:strided@0.1+eb")
+    modes = parse_eval_modes("blend, blend:head_query@0.05 ,full,epic@032,epic@32, blend:strided@0.1+js")
     assert [m.spec for m in modes] == ["blend:head_query@0.05", "full", "epic@32", "blend:strided@0.1"]
-    assert parse_eval_mode("blend:random@0.1+shift").spec == "blend:random@0.1+eb"
+    assert parse_eval_mode("blend:random@0.1+shift").spec == "blend:random@0.1+js"
 
 
 def test_prefix_is_exact():

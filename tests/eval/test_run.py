@@ -248,3 +248,17 @@ def test_settings_are_checked():
 
 def test_red_is_well_above_rounding():
     assert 0.003 < run_module.RED < 1.0
+
+
+@pytest.mark.parametrize("recipe", ["system", "bos"])
+def test_prefix_is_exact_whatever_the_recipe(llama, tmp_path, recipe):
+    """Chunks computed behind BOS are no part of the prompt's prefix: only the system prefix is held then."""
+    subject = TorchSubject(llama, KVStore.open(None, memory_bytes=1 << 30), recipe, SYSTEM)
+    try:
+        run = start(subject, tmp_path, "full,prefix,reuse", count=1)
+    finally:
+        subject.close()
+    found = {r.mode: r for r in run.results}
+    assert found["prefix"].kl == pytest.approx(0, abs=1e-4)
+    assert found["prefix"].answer == found["full"].answer
+    assert found["reuse"].kl > 1e-4
