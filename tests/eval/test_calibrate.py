@@ -246,4 +246,4 @@ def test_what_is_refused(items, modes, why):
 
 
 def test_the_grid_is_understood():
-    assert len({str(parse_mode(spec)) for spec in GRID}) == len(GRID) == 14
+    assert len({str(parse_mode(spec)) for spec in GRID}) == len(GRID) == 21
