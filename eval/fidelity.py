@@ -8,11 +8,9 @@ import torch
 
 from blendkv.blend import BlendReport, BlendSettings
 from blendkv.engines.torch.engine import TorchEngine
+from blendkv.eval.subject import CONTINUATION
 from blendkv.library import ChunkLibrary
 from blendkv.types import Prompt, to_tensor
-
-CONTINUATION = 16
-"""Tokens of full prefill's continuation that are compared."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,10 @@ from blendkv.errors import BlendKVError, InputError
 from blendkv.eval.bench.flops import FlopModel
 from blendkv.eval.bench.ingest import IngestRate, ingest_rate
 from blendkv.eval.bench.memory import peak_extra_bytes
-from blendkv.eval.fidelity import CONTINUATION, Fidelity, Reference, blended, noise_floor, reference
+from blendkv.eval.fidelity import Fidelity, Reference, blended, noise_floor, reference
 from blendkv.eval.rows import ModeSamples
+from blendkv.eval.run import RED
+from blendkv.eval.subject import CONTINUATION
 from blendkv.library import ChunkLibrary
 from blendkv.prompt import PromptBuilder
 from blendkv.retrieval.load import PYTHON_REFERENCE, load_corpus
@@ -33,8 +35,6 @@ MODES = (
 )  # fmt: skip
 QUESTION = "How are names resolved in a class body, and what does nonlocal change?"
 _STAGES = ("score", "load", "rotate", "recompute", "question")
-_RED = 0.05
-"""KL in nats of budget 1 above which correctness is red and no speed-up is printed (bf16's own floor is about .003)."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class TtftResult:
     @property
     def correct(self) -> bool:
         """Whether budget 1 was as close to full prefill as rounding allows."""
-        return self.budget_one.kl <= _RED
+        return self.budget_one.kl <= RED
 
 
 @dataclass
