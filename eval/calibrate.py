@@ -29,7 +29,7 @@ GRID = (
     *(f"blend:strided@{b:g}" for b in (0.02, 0.03, 0.05, 0.10, 0.15, 0.20)),
     *(f"blend:head_query@{b:g}" for b in (0.03, 0.05, 0.10, 0.15, 0.20, 0.30)),
     *(f"blend:head_query@{b:g}-shift" for b in (0.10, 0.15, 0.20, 0.30)),
-    *(f"blend:head_query@{b:g}+trend" for b in (0.05, 0.10, 0.20)),
+    *(f"blend:head_query@{b:g}+js" for b in (0.05, 0.10, 0.20)),
     "blend:chunk_head@0.15",
     "blend:kv_deviation@0.15",
 )

@@ -140,7 +140,8 @@ class _Blend:
         shift = None
         if self.settings.shift_kind != "off" and len(selection.probes):
             probes = selection.probes.to(rows.device)
-            shift = ShiftEstimator(self.layout, self.context.tables, rows, probes, self.settings.shift_kind)
+            kind, layers = self.settings.shift_kind, len(self.runner.layers)
+            shift = ShiftEstimator(self.layout, self.context.tables, rows, probes, kind, layers)
         logits = self._forward(rows, RecomputeSession(self.context, rows, shift, self.kept), keep)
         self.context.sink.finish(self.layout.total)
         return logits

@@ -143,7 +143,7 @@ def choose(rule: Selector, context: SelectionContext, probes: int | None) -> Sel
     return Selection(positions, estimating)
 
 
-@register_selector("head_query", needs="max", budget=0.05, shift="js")
+@register_selector("head_query", needs="max", budget=0.05, shift="trend")
 def head_query(context: SelectionContext) -> Selection:
     """First 4 tokens of each chunk, up to 4 evenly spaced probes each, the rest by the question's peak attention."""
     lengths = [min(HEAD, len(s)) for s in context.spans]

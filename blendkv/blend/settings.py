@@ -14,7 +14,7 @@ from blendkv.errors import InputError
 ModeName = Literal["full", "reuse", "blend"]
 _SUFFIXES: dict[str, ShiftKind] = {"-shift": "off", "+mean": "mean", "+js": "js", "+eb": "eb", "+trend": "trend"}
 _SHIFT: ShiftKind = "js"
-"""What ``+shift`` stands for."""
+"""What ``+shift`` stands for where the selector has none of its own."""
 _FORM = re.compile(
     r"blend(?::(?P<selector>[^@+-]*))?(?:@(?P<budget>(?:[^@+-]|(?<=e)[+-](?=\d))*))?(?P<suffixes>(?:[+-]\w+)*)"
 )
@@ -84,8 +84,8 @@ class Mode:
 def parse_mode(spec: str) -> Mode:
     """Read ``full``, ``reuse`` or ``blend[:SELECTOR][@BUDGET]``, then suffixes: a shift, probes per chunk.
 
-    ``+js`` (``+shift``), ``+eb``, ``+trend``, ``+mean`` and ``-shift`` say which shift (`blendkv.blend.shift`), ``+p8``
-    that 8 probes per chunk estimate it.
+    ``+js``, ``+eb``, ``+trend``, ``+mean`` and ``-shift`` say which shift (`blendkv.blend.shift`), ``+shift`` the
+    selector's own or ``js``, ``+p8`` that 8 probes per chunk estimate it.
 
     Raises
     ------
@@ -97,11 +97,15 @@ def parse_mode(spec: str) -> Mode:
     form = _FORM.fullmatch(spec)
     if form is None:
         raise InputError(_unknown(spec))
+    selector = form["selector"] or "head_query"
     shift: ShiftKind | None = None
     probes: int | None = None
     for suffix in re.findall(r"[+-]\w+", form["suffixes"]):
-        if suffix in ("+shift", *_SUFFIXES) and shift is None:
-            shift = _SUFFIXES.get(suffix, _SHIFT)
+        if suffix == "+shift" and shift is None:
+            own = SELECTORS.get(selector).shift
+            shift = _SHIFT if own == "off" else own
+        elif suffix in _SUFFIXES and shift is None:
+            shift = _SUFFIXES[suffix]
         elif re.fullmatch(r"\+p\d+", suffix) and probes is None:
             probes = int(suffix[2:])
         else:
@@ -112,7 +116,7 @@ def parse_mode(spec: str) -> Mode:
         budget = math.nan
     if budget is not None and math.isnan(budget):
         raise InputError(_unknown(spec))
-    return Mode("blend", BlendSettings(form["selector"] or "head_query", budget, shift, probes))
+    return Mode("blend", BlendSettings(selector, budget, shift, probes))
 
 
 def _unknown(spec: str) -> str:

@@ -11,7 +11,9 @@ tokens. A few rows make a noisy mean, which is shrunk:
   one estimated chunk is shrunk as by ``js``.
 - ``trend`` is ``eb`` plus a slope: the move is largest at a chunk's head, which was computed with least before it, and
   goes with the logarithm of the distance from there. One slope for all chunks, by least squares on the rows' deviations
-  from their chunk's mean, shrunk per KV head as by ``js``.
+  from their chunk's mean, shrunk per KV head as by ``js``. In the second half of the layers K gets half of it: heads
+  there look up what to copy by key, the token that matches moves less than the mean, and the whole shift would hide it
+  (docs/selectors.md). Half of it still keeps the other tokens of the chunk from being looked up in its place.
 
 Nothing is summed over heads: a rank that holds some of them needs no other.
 """
@@ -32,6 +34,8 @@ ShiftKind = Literal["off", "mean", "js", "eb", "trend"]
 SHIFT_KINDS: tuple[ShiftKind, ...] = ("off", "mean", "js", "eb", "trend")
 MIN_ROWS = 3
 """Fewer estimating rows than this say nothing about a chunk."""
+LATE_K = 0.5
+"""What ``trend`` leaves of K's shift in the second half of the layers."""
 
 
 class ShiftEstimator:
@@ -47,12 +51,21 @@ class ShiftEstimator:
         ``[m]`` int64: the positions among them that estimate.
     kind
         ``mean``, ``js``, ``eb`` or ``trend``.
+    layers
+        Number of layers of the model.
     """
 
     def __init__(
-        self, layout: Layout, tables: RopeTables, rows: torch.Tensor, probes: torch.Tensor, kind: ShiftKind
+        self,
+        layout: Layout,
+        tables: RopeTables,
+        rows: torch.Tensor,
+        probes: torch.Tensor,
+        kind: ShiftKind,
+        layers: int,
     ) -> None:
         self._kind = kind
+        self._late = layers // 2
         self._spans: list[tuple[Span, torch.Tensor]] = []
         for span in layout.candidates:
             own = probes[(probes >= span.start) & (probes < span.stop)]
@@ -109,6 +122,8 @@ class ShiftEstimator:
         slopes = [self._slope(difference) for difference in moved]
         # What the slope explains is no noise of the mean.
         constant = [self._mean(d - self._regressor * slope) for d, slope in zip(moved, slopes, strict=True)]
+        if layer >= self._late:
+            constant[0], slopes[0] = constant[0] * LATE_K, slopes[0] * LATE_K
         return {
             i: Shift(*(torch.addcmul(c[n], self._along[n], slope) for c, slope in zip(constant, slopes, strict=True)))
             for n, i in enumerate(spans)

@@ -43,7 +43,7 @@ def estimate(world, kind, noise, shift_k, shift_v):
     old_k, old_v = stored[span.index]
     table = tables.layer(layer).rows(rows)
     fresh_k = rotate(old_k[local] + shift_k + noise, table)
-    estimator = ShiftEstimator(layout, tables, rows, rows, kind)
+    estimator = ShiftEstimator(layout, tables, rows, rows, kind, len(world.runner.layers))
     return span.index, estimator, lambda at: estimator.shifts(at, fresh_k, old_v[local] + shift_v, stored)
 
 
@@ -90,7 +90,7 @@ class Several:
         self.old_k = torch.cat([self.stored[s.index][0][local] for s in self.spans])
         self.old_v = torch.cat([self.stored[s.index][1][local] for s in self.spans])
         self.rotated = rotate(self.old_k, tables.layer(2).rows(rows))
-        self.estimator = ShiftEstimator(self.layout, tables, rows, rows, kind)
+        self.estimator = ShiftEstimator(self.layout, tables, rows, rows, kind, len(world.runner.layers))
 
     def shifts(self, difference):
         found = self.estimator.shifts(2, self.rotated, self.old_v + difference, self.stored)
@@ -142,6 +142,20 @@ def test_a_trend_is_found(world):
         assert torch.allclose(shift, constant + everywhere * slope, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["trend", "eb"])
+def test_late_layers_get_half_of_the_shift_of_k(world, kind):
+    """What copies looks a token up by its key, which moves less than the mean: `trend` leaves half of the shift."""
+    shift_k, shift_v = torch.randn(2, 16), torch.randn(2, 16)
+    index, _, shifts = estimate(world, kind, torch.zeros(8, 2, 16), shift_k, shift_v)
+    layers = len(world.runner.layers)
+    for layer, kept in ((layers // 2 - 1, 1.0), (layers // 2, 0.5)):
+        found = shifts(layer)[index]
+        assert found.k.shape[-2:] == (2, 16)
+        kept = kept if kind == "trend" else 1.0
+        assert torch.allclose(found.k, (shift_k * kept).expand_as(found.k), atol=1e-3)
+        assert torch.allclose(found.v, shift_v.expand_as(found.v), atol=1e-3)
+
+
 def test_no_trend_where_noise_is_as_large(world):
     """A slope that noise alone would give is shrunk away: what is left is the constant."""
     several = Several(world, 8, "trend")
@@ -159,7 +173,7 @@ def test_fewer_than_three_rows_say_nothing(world):
     span = layout.candidates[0]
     rows = torch.tensor([span.start + 5, span.start + 6])
     tables = RopeTables(world.runner, torch.arange(layout.total))
-    estimator = ShiftEstimator(layout, tables, rows, rows, "mean")
+    estimator = ShiftEstimator(layout, tables, rows, rows, "mean", 4)
     assert estimator.shifts(2, torch.zeros(2, 2, 16), torch.zeros(2, 2, 16), {}) == {}
 
 
