@@ -84,9 +84,9 @@ def test_a_gap_opens_by_a_click_alone(page, reports):
     page.open(reports / "usual.html", *SIZES["desktop"])
     page.value("document.querySelectorAll('#worst .item > details').forEach(d => { d.open = true })")
     before, after = page.value(
-        "(() => { const gap = document.querySelector('.tokens details'); const tall = () => "
-        "gap.closest('.tokens').getBoundingClientRect().height; const closed = tall(); "
-        "gap.querySelector('summary').click(); return [closed, tall()] })()"
+        "(() => { const gap = document.querySelector('.tokens details'); const area = () => "
+        "{ const box = gap.getBoundingClientRect(); return box.width * box.height }; const closed = area(); "
+        "gap.querySelector('summary').click(); return [closed, area()] })()"
     )
     assert after > before
 
