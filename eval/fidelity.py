@@ -75,8 +75,19 @@ def noise_floor(engine: TorchEngine, prompt: Prompt, truth: Reference) -> Fideli
     return compare(truth, logits)
 
 
+def divergence(log_probs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """KL(full || mode) in nats by position: ``[tokens]`` float32 from full's log-probabilities and a mode's logits.
+
+    At least zero: rounding can make it slightly less.
+    """
+    return (log_probs.exp() * (log_probs - logits.float().log_softmax(-1))).sum(-1).clamp_(min=0.0)
+
+
+def agreement(log_probs: torch.Tensor, logits: torch.Tensor) -> float:
+    """Share of positions with the same most likely token."""
+    return float((logits.argmax(-1) == log_probs.argmax(-1)).float().mean())
+
+
 def compare(truth: Reference, logits: torch.Tensor) -> Fidelity:
     """Fidelity of ``logits`` ``[tokens, vocab]`` to the reference."""
-    log_probs = logits.float().log_softmax(-1)
-    kl = (truth.log_probs.exp() * (truth.log_probs - log_probs)).sum(-1)
-    return Fidelity(float(kl.mean()), float((log_probs.argmax(-1) == truth.tokens).float().mean()))
+    return Fidelity(float(divergence(truth.log_probs, logits).mean()), agreement(truth.log_probs, logits))

@@ -14,6 +14,7 @@ from blendkv.engines.base import GenerationOptions
 from blendkv.engines.torch.cache import ContiguousCache
 from blendkv.engines.torch.engine import TorchEngine
 from blendkv.eval.deviation import deviation_of
+from blendkv.eval.fidelity import agreement, divergence
 from blendkv.eval.modes import EvalMode, Sizes
 from blendkv.eval.subject import CONTINUATION, Asked, Built, Comparison, Truth, offsets_by_chunk
 from blendkv.library import ChunkLibrary
@@ -161,7 +162,7 @@ class TorchSubject:
         assert report.logits is not None
         with self.engine.lock, torch.inference_mode():
             continued = self._forced(report.logits, state.continuation, cache)
-        return float(_kl(state.log_probs, continued).mean())
+        return float(divergence(state.log_probs, continued).mean())
 
     def ask(self, built: Built, mode: EvalMode, max_new_tokens: int) -> Asked:
         """See `blendkv.eval.subject.Subject.ask`; ``prefix`` takes system prefix and first chunk from the store."""
@@ -205,11 +206,6 @@ def _exact_head(prompt: Prompt) -> Callable[[Sequence[ChunkReader | None]], list
     return through
 
 
-def _kl(log_probs: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """KL(full || mode) per token, in nats, ``[tokens]``; never below 0, where rounding would put some."""
-    return (log_probs.exp() * (log_probs - logits.float().log_softmax(-1))).sum(-1).clamp_(min=0.0)
-
-
 def _compared(
     state: _State,
     continued: torch.Tensor,
@@ -218,8 +214,8 @@ def _compared(
     selected: Sequence[list[int]] | None,
     deviation: dict[str, list[float]] | None,
 ) -> Comparison:
-    kl = _kl(state.log_probs, continued)
-    on_gold = None if gold is None else float(_kl(state.gold_log_probs, gold).mean())
-    top1 = float((continued.argmax(-1) == state.log_probs.argmax(-1)).float().mean())
+    kl = divergence(state.log_probs, continued)
+    on_gold = None if gold is None else float(divergence(state.gold_log_probs, gold).mean())
+    top1 = agreement(state.log_probs, continued)
     chosen = None if selected is None else list(selected)
     return Comparison(float(kl.mean()), float(kl[0]), on_gold, top1, report, chosen, deviation)
