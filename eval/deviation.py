@@ -22,7 +22,7 @@ class _Listening:
     ) -> torch.Tensor:
         """Attend the rows over what the cache holds of them and of all before them."""
         keys, values = self._cache.buffer(layer, self._total)
-        out = selected_attention(q, keys, values, self._rows, params)
+        out = selected_attention(q, keys, values, self._rows, params).out
         self.outputs.append(out.float())
         return out
 

@@ -1,17 +1,26 @@
-"""Tensor operations of the blend. Kernels know tensors only: no models, no prompts, no stores."""
+"""Tensor operations of the blend. Kernels know tensors only: no models, no prompts, no stores.
 
-from blendkv.kernels.attention import AttentionParams, scored_attention, selected_attention
+An op is called from here; `blendkv.kernels.dispatch` picks the backend that computes it (docs/kernels.md).
+"""
+
 from blendkv.kernels.budget import topk_by_budget
-from blendkv.kernels.deviation import kv_deviation
+from blendkv.kernels.ops import attention_mass, chunk_prefill, kv_deviation, rope_shift_scatter, selected_attention
 from blendkv.kernels.rotation import RopeTable, rope_table, rotate, unrotate
+from blendkv.kernels.types import AttentionOutput, AttentionParams, Encoded, Paged, Statistic
 
 __all__ = [
+    "AttentionOutput",
     "AttentionParams",
+    "Encoded",
+    "Paged",
     "RopeTable",
+    "Statistic",
+    "attention_mass",
+    "chunk_prefill",
     "kv_deviation",
+    "rope_shift_scatter",
     "rope_table",
     "rotate",
-    "scored_attention",
     "selected_attention",
     "topk_by_budget",
     "unrotate",

@@ -21,11 +21,12 @@ settings.load_profile("no_deadline")
 def pytest_configure(config: pytest.Config) -> None:
     """Give the tests a folder of their own in place of the user's, whose quality gate may have closed for a model.
 
-    Converted models are shared with the user: they take time, and depend on nothing.
+    Converted models and compiled kernels are shared with the user: they take time, and depend on nothing.
     """
-    models = home() / "models"
-    models.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix="blendkv-tests-"))
-    (place / "models").symlink_to(models.resolve())
+    for name in ("models", "kernels"):
+        shared = home() / name
+        shared.mkdir(parents=True, exist_ok=True)
+        (place / name).symlink_to(shared.resolve())
     os.environ["BLENDKV_HOME"] = str(place)
     config.add_cleanup(lambda: shutil.rmtree(place, ignore_errors=True))

@@ -14,4 +14,4 @@ class CausalSession:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """See `blendkv.engines.base.AttentionSession`."""
-        return selected_attention(q, k, v, torch.arange(q.shape[0], device=q.device), params)
+        return selected_attention(q, k, v, torch.arange(q.shape[0], device=q.device), params).out

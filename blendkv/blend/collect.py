@@ -10,7 +10,7 @@ import torch
 from blendkv.blend.rotation import RopeTables, RowTables
 from blendkv.engines.base import ModelRunner
 from blendkv.errors import InputError, PromptTooLongError
-from blendkv.kernels import AttentionParams, rotate, selected_attention, unrotate
+from blendkv.kernels import AttentionParams, chunk_prefill, rotate, unrotate
 from blendkv.types import ChunkKV, Recipe, TokenIds, to_tensor
 
 
@@ -21,9 +21,9 @@ class CollectSession:
         self._prefix = prefix
         self._past = 0 if prefix is None else len(prefix.token_ids)
         bounds = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        self._lengths = list(lengths)
         self._rows = [slice(a, b) for a, b in pairwise(bounds)]
         ramp = torch.arange(self._past + max(lengths), device=runner.device)
-        self._ramp = ramp
         self._tables = RopeTables(runner, ramp)
         self.positions = torch.cat([ramp[self._past : self._past + n] for n in lengths])
         self._row_tables = RowTables(self._tables, self.positions)
@@ -35,17 +35,10 @@ class CollectSession:
     ) -> torch.Tensor:
         """Attend within each chunk and its prefix; keep K (rotation undone) and V."""
         raw = unrotate(k, self._row_tables.layer(layer)).to(k.dtype)
-        before = self._before(layer, k)
-        out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
         for chunk, rows in enumerate(self._rows):
-            keys, values = k[rows], v[rows]
-            if before is not None:
-                keys, values = torch.cat((before[0], keys)), torch.cat((before[1], values))
-            own = self._ramp[self._past : self._past + rows.stop - rows.start]
-            out[rows] = selected_attention(q[rows], keys, values, own, params)
             self.k[chunk].append(raw[rows].clone())
             self.v[chunk].append(v[rows].clone(memory_format=torch.contiguous_format))
-        return out
+        return chunk_prefill(q, k, v, self._lengths, params, self._before(layer, k))
 
     def _before(self, layer: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The prefix's K at its positions, and V, on the device of the pass."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from blendkv.blend.layout import Layout
+from blendkv.blend.layout import Layout, Span
 from blendkv.blend.rotation import RopeTables
 from blendkv.engines.base import KVSink, KVSource, ModelRunner
-from blendkv.kernels import rotate
+from blendkv.kernels import RopeTable, rope_shift_scatter
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Context:
         self.sink = sink
         self.tables = RopeTables(runner, torch.arange(layout.total, device=runner.device))
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._rows: dict[tuple[int, int], RopeTable] = {}
 
     def stored(self, layer: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """K and V of the stored spans of one layer, by span index, on the runner's device."""
@@ -72,13 +73,21 @@ class Context:
         table = self.tables.layer(layer)
         all_k, all_v = self.sink.buffer(layer, self.layout.total)
         for span in self.layout.stored:
-            place = slice(span.start, span.stop)
             stored_k, stored_v = stored[span.index]
             shift = shifts.get(span.index) if shifts else None
-            rows_table = None if table is None else table.rows(place)
-            rotate(stored_k, rows_table, bias=shift.k if shift else None, out=all_k[place])
-            all_v[place].copy_(stored_v + shift.v if shift else stored_v)
+            k_bias, v_bias = (None, None) if shift is None else (shift.k, shift.v)
+            own = self._rows_of(table, span)
+            rope_shift_scatter(stored_k, stored_v, own, all_k, all_v, span.start, k_bias=k_bias, v_bias=v_bias)
         all_k.index_copy_(0, rows, k)
         all_v.index_copy_(0, rows, v)
         self.seconds["rotate"] += time.perf_counter() - began
         return all_k, all_v
+
+    def _rows_of(self, table: RopeTable | None, span: Span) -> RopeTable | None:
+        """The rows of a table at a span's positions, cut once per kind of rotation and not once per layer."""
+        if table is None:
+            return None
+        key = id(table), span.index
+        if key not in self._rows:
+            self._rows[key] = table.rows(slice(span.start, span.stop))
+        return self._rows[key]

@@ -53,6 +53,6 @@ class RecomputeSession:
             stored = context.stored(layer)
             shifts = None if self._shift is None else self._shift.shifts(layer, k, v, stored)
             keys, values = context.assemble(layer, stored, self._rows, k, v, shifts)
-        out = selected_attention(q, keys, values, self._rows, params)
+        out = selected_attention(q, keys, values, self._rows, params).out
         context.sink.commit(layer, total)
         return out

@@ -8,8 +8,7 @@ import torch
 
 from blendkv.blend.context import Context
 from blendkv.engines.base import StopForward
-from blendkv.kernels import AttentionParams, kv_deviation, rotate, scored_attention, selected_attention
-from blendkv.kernels.attention import Statistic
+from blendkv.kernels import AttentionParams, Statistic, attention_mass, kv_deviation, rotate, selected_attention
 
 DeviationOf = Literal["k", "v", "kv"]
 CHECK_LAYER = 1
@@ -22,7 +21,7 @@ class ScoreSession:
     def __init__(self, context: Context, rows: torch.Tensor, question: torch.Tensor, statistic: Statistic) -> None:
         self._context = context
         self._rows = rows
-        self._counted = torch.isin(rows, question)
+        self._asking = torch.isin(rows, question).nonzero()[:, 0]
         self._statistic = statistic
         # By layer, because a max over heads must be joined between ranks before the mean over layers is taken, and one
         # exchange costs less than one per layer.
@@ -41,8 +40,11 @@ class ScoreSession:
     ) -> torch.Tensor:
         """Attend over the assembled context and note the layer's attention mass."""
         keys, values = self._context.assemble(layer, self._context.stored(layer), self._rows, k, v)
-        out, self._mass[layer] = scored_attention(q, keys, values, self._rows, params, self._counted, self._statistic)
-        return out
+        done = selected_attention(q, keys, values, self._rows, params, want_lse=True)
+        assert done.lse is not None
+        asking, places, lse = (t.index_select(0, self._asking) for t in (q, self._rows, done.lse))
+        self._mass[layer] = attention_mass(asking, keys, places, params, lse, self._statistic)
+        return done.out
 
 
 class DeviationSession:
@@ -75,7 +77,7 @@ class DeviationSession:
         keys, values = self._context.assemble(layer, stored, self._rows, k, v)
         self.fresh[layer] = (keys.clone(), values.clone())
         if layer < self._check:
-            return selected_attention(q, keys, values, self._rows, params)
+            return selected_attention(q, keys, values, self._rows, params).out
         table = self._context.tables.layer(layer)
         for span in self._context.layout.candidates:
             place = slice(span.start, span.stop)

@@ -73,6 +73,50 @@ def ttft(
         raise typer.Exit(1)
 
 
+@app.command("kernels")
+def kernels(
+    shapes: Annotated[str, typer.Option(help="smollm2-135m, llama-8b, llama-70b; comma-separated.")] = (
+        "smollm2-135m,llama-8b"
+    ),
+    tokens: Annotated[str, typer.Option(help="Prompt sizes, comma-separated.")] = "2048,8192,16384",
+    selected: Annotated[float, typer.Option(help="Share of the tokens that are queries.")] = 0.1,
+    repeats: Annotated[int, typer.Option(help="Timed rounds.")] = 3,
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Every kernel backend that works here against plain torch; no ratio of one that is not right."""
+    import torch
+
+    from blendkv.eval.bench.kernels import KernelSettings, run_kernels
+
+    kinds = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if dtype not in kinds:
+        raise InputError(f"unknown dtype {dtype!r}; allowed: {', '.join(kinds)}")
+    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    sizes = tuple(count(text, "tokens") for text in names(tokens))
+    settings = KernelSettings(names(shapes), sizes, selected, kinds[dtype], repeats, threads, place)
+    rows = run_kernels(settings, (lambda line: None) if as_json else (lambda line: err.print(line, markup=False)))
+    if as_json:
+        emit("bench kernels", rows, threads=threads, selected=selected)
+    else:
+        columns = ("op", "backend", "shape", "us p20/p50/p80", "GFLOP/s", "GB/s", "baseline", "ratio")
+        table(f"kernels, {dtype}", columns, [_kernel_cells(r) for r in rows])
+        out.print(f"with {threads} threads: {describe_machine()}", soft_wrap=True)
+    if any(r["red"] for r in rows):
+        raise typer.Exit(1)
+
+
+def _kernel_cells(row: dict[str, Any]) -> list[Any]:
+    shown = "/".join(f"{row['time_us'][p]:.0f}" for p in ("p20", "p50", "p80"))
+    ratio = "[red]red[/red]" if row["red"] else number(row["ratio"])
+    return [
+        row["op"], row["backend"], row["shape"], shown, number(row["gflops"], 1), number(row["gbps"], 1),
+        row["baseline"], ratio,
+    ]  # fmt: skip
+
+
 def _show(result: TtftResult, settings: TtftSettings, dtype: str) -> None:
     columns = (
         "mode", "tier", "budget", "TTFT ms p20/p50/p80", "speed-up", "ideal", "KL",

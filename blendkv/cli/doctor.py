@@ -73,9 +73,17 @@ def _engines() -> list[dict[str, str | bool]]:
 def _kernels() -> list[dict[str, str | bool]]:
     import torch
 
+    from blendkv.kernels import dispatch
+
     cpu = torch.backends.cpu.get_cpu_capability()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
-    return [_row("kernels", "torch", True, f"CPU {cpu}; {gpu}")]
+    rows = [_row("kernels", "torch", True, f"CPU {cpu}; {gpu}")]
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        for op, found in dispatch.survey(device).items():
+            chosen = next(name for name, why in found.items() if why is None)
+            others = "; ".join(f"not {name}: {why}" for name, why in found.items() if why is not None)
+            rows.append(_row("kernels", f"{op} on {device}", True, chosen + (f" ({others})" if others else "")))
+    return rows
 
 
 def _tiers() -> list[dict[str, str | bool]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from blendkv.errors import InputError, PromptTooLongError
-from blendkv.kernels.attention import AttentionParams, Statistic
+from blendkv.kernels import AttentionParams, Statistic
 from blendkv.kernels.rotation import Pairing
 from blendkv.store.base import ChunkReader
 from blendkv.types import ChunkKV, Prompt, Recipe, RecipeKind, TokenIds

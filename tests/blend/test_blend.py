@@ -68,7 +68,7 @@ def test_deviation_scores_are_the_deviations(runner, rng):
             from blendkv.kernels import selected_attention
 
             full[layer] = v.clone()
-            return selected_attention(q, k, v, torch.arange(len(q)), params)
+            return selected_attention(q, k, v, torch.arange(len(q)), params).out
 
     with torch.inference_mode():
         runner.forward(to_tensor(world.prompt.token_ids), torch.arange(len(world.prompt)), Record())

@@ -81,7 +81,7 @@ def test_a_moved_chunk_is_the_chunk_computed_there(runners, rng, name):
             from blendkv.blend.rotation import RopeTables
             from blendkv.kernels import rotate, selected_attention
 
-            out = selected_attention(q, k, v, torch.arange(len(ids)), params)
+            out = selected_attention(q, k, v, torch.arange(len(ids)), params).out
             table = RopeTables(runner, positions).layer(layer)
             seen[layer] = (rotate(here.k[layer], table) - k).abs().max(), (here.v[layer] - v).abs().max(), k.abs().max()
             assert (rotate(noise.k[layer], table) - k).abs().max() > 0.01 * k.abs().max()

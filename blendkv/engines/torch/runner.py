@@ -21,8 +21,7 @@ from blendkv.blend.causal import CausalSession
 from blendkv.blend.rotation import PROBE_TOKENS, probe_layers
 from blendkv.engines.base import AttentionSession, LayerSpec, StopForward
 from blendkv.errors import UnsupportedModelError
-from blendkv.kernels import AttentionParams
-from blendkv.kernels.attention import Statistic
+from blendkv.kernels import AttentionParams, Statistic
 
 _SESSION: ContextVar[AttentionSession] = ContextVar("blendkv_session")
 _IMPLEMENTATION = "blendkv"

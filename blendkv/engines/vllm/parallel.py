@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from blendkv.engines.base import LayerSpec
 from blendkv.errors import BlendKVError, StoreError, UnsupportedModelError
-from blendkv.kernels.attention import Statistic
+from blendkv.kernels import Statistic
 from blendkv.store.base import ChunkReader
 from blendkv.types import ChunkKV
 

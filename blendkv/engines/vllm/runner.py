@@ -22,8 +22,7 @@ from blendkv.blend.rotation import PROBE_TOKENS, probe_layers
 from blendkv.engines.base import AttentionSession, LayerSpec, StopForward
 from blendkv.engines.vllm.parallel import Ranks
 from blendkv.errors import UnsupportedModelError
-from blendkv.kernels import AttentionParams
-from blendkv.kernels.attention import Statistic
+from blendkv.kernels import AttentionParams, Statistic
 
 
 class _Proxy:

@@ -1,0 +1,1 @@
+"""`selected_attention`: scattered, position-sorted queries over a run of keys."""

@@ -1,0 +1,1 @@
+"""`attention_mass`: how much attention every key receives."""
