@@ -96,7 +96,7 @@ def kernels(
         raise InputError(f"unknown dtype {dtype!r}; allowed: {', '.join(kinds)}")
     place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     sizes = tuple(count(text, "tokens") for text in names(tokens))
-    settings = KernelSettings(names(shapes), sizes, selected, kinds[dtype], repeats, threads, place)
+    settings = KernelSettings(tuple(names(shapes)), sizes, selected, kinds[dtype], repeats, threads, place)
     rows = run_kernels(settings, (lambda line: None) if as_json else (lambda line: err.print(line, markup=False)))
     if as_json:
         emit("bench kernels", rows, threads=threads, selected=selected)

@@ -234,12 +234,12 @@ def _attention(name: str, size: int, settings: KernelSettings, rng: random.Rando
     k, v = (_heads(settings, size, shape.kv_heads, shape.head_dim) for _ in range(2))
     params = AttentionParams(shape.head_dim**-0.5)
     mask = torch.arange(size, device=device) <= positions[:, None]
-    sides = [t.transpose(0, 1)[None] for t in (q, k, v)]
+    tq, tk, tv = (t.transpose(0, 1)[None] for t in (q, k, v))
     dense = min(size, DENSE)
-    square = [
-        torch.randn(1, h, dense, shape.head_dim).to(settings.dtype).to(device)
-        for h in (shape.q_heads, shape.kv_heads, shape.kv_heads)
-    ]
+    dq, dk, dv = (
+        torch.randn(1, heads, dense, shape.head_dim).to(settings.dtype).to(device)
+        for heads in (shape.q_heads, shape.kv_heads, shape.kv_heads)
+    )
     flops = 4.0 * shape.head_dim * shape.q_heads
     return Contest(
         "attention",
@@ -248,12 +248,12 @@ def _attention(name: str, size: int, settings: KernelSettings, rng: random.Rando
         (
             Baseline(
                 "sdpa, boolean mask",
-                lambda: scaled_dot_product_attention(*sides, attn_mask=mask, scale=params.scale, enable_gqa=True),
+                lambda: scaled_dot_product_attention(tq, tk, tv, attn_mask=mask, scale=params.scale, enable_gqa=True),
                 "time",
             ),
             Baseline(
                 f"sdpa, dense causal, {dense}",
-                lambda: scaled_dot_product_attention(*square, is_causal=True, enable_gqa=True),
+                lambda: scaled_dot_product_attention(dq, dk, dv, is_causal=True, enable_gqa=True),
                 "rate",
                 flops * dense * (dense + 1) / 2,
             ),
