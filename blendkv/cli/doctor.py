@@ -73,7 +73,7 @@ def _engines() -> list[dict[str, str | bool]]:
 def _kernels() -> list[dict[str, str | bool]]:
     import torch
 
-    from blendkv.kernels import dispatch
+    from blendkv.kernels import build, dispatch
 
     cpu = torch.backends.cpu.get_cpu_capability()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
@@ -82,7 +82,8 @@ def _kernels() -> list[dict[str, str | bool]]:
         for op, found in dispatch.survey(device).items():
             chosen = next(name for name, why in found.items() if why is None)
             others = "; ".join(f"not {name}: {why}" for name, why in found.items() if why is not None)
-            rows.append(_row("kernels", f"{op} on {device}", True, chosen + (f" ({others})" if others else "")))
+            shown = f"cpu, {build.isa()}" if chosen == "cpu" else chosen
+            rows.append(_row("kernels", f"{op} on {device}", True, shown + (f" ({others})" if others else "")))
     return rows
 
 

@@ -1,13 +1,14 @@
 """selected_attention on NVIDIA GPUs by csrc/cuda/attention.cuh: mma.sync, from compute capability 8.0 on.
 
 Hopper and later run the same kernel; there is none with wgmma or TMA. Bfloat16 and float16 alone: the products of
-float32 would not be float32's.
+float32 would not be float32's. The deviation is the other kernel's, started just before: it sums over KV heads, which
+attention's blocks do not share, and leaves K and V in the GPU's cache where they fit.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
+from struct import Struct
 
 import torch
 
@@ -15,24 +16,11 @@ from blendkv.kernels import cuda_call
 from blendkv.kernels.deviation import cuda as deviation
 from blendkv.kernels.types import AttentionOutput, AttentionParams, Paged
 
+_LOG2E = math.log2(math.e)
 WIDEST = 256
 """Head dims up to here have a kernel."""
-_POINTERS = ("q", "k", "v", "positions", "table", "sinks", "out", "lse", "part_out", "part_lse")
-_SIZES = (
-    "queries", "q_heads", "kv_heads", "keys", "dim", "v_dim", "q_row", "q_head", "k_block", "k_row", "k_head",
-    "v_block", "v_row", "v_head", "log_block", "splits", "window",
-)  # fmt: skip
-_FLOATS = ("factor", "inside", "softcap")
-
-
-class Args(ctypes.Structure):
-    """``AttentionArgs`` of csrc/cuda/attention.cuh."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_longlong) for name in _SIZES),
-        *((name, ctypes.c_float) for name in _FLOATS),
-    )
+_PACK = Struct("@10q17q3f4x").pack
+"""``AttentionArgs`` of csrc/cuda/attention_rows.cuh."""
 
 
 def refuses(
@@ -84,12 +72,11 @@ def splits(rows: int, kv_heads: int, keys: int, rows_per_block: int, processors:
     return max(1, min(wanted, keys // 512, 64))
 
 
-def logits(params: AttentionParams) -> dict[str, float]:
-    """Scale and soft-cap as the kernels apply them: the exponentials are those of base 2."""
-    log2e = math.log2(math.e)
+def logits(params: AttentionParams) -> tuple[float, float, float]:
+    """Factor, the factor inside a soft-cap, and the soft-cap (0 for none): the kernels' exponentials are of base 2."""
     if params.softcap is None:
-        return {"factor": params.scale * log2e, "inside": 0.0, "softcap": 0.0}
-    return {"factor": log2e, "inside": 2 * log2e * params.scale / params.softcap, "softcap": params.softcap}
+        return params.scale * _LOG2E, 0.0, 0.0
+    return _LOG2E, 2 * _LOG2E * params.scale / params.softcap, params.softcap
 
 
 def log_block(k: torch.Tensor | Paged) -> int:
@@ -97,10 +84,10 @@ def log_block(k: torch.Tensor | Paged) -> int:
     return k.k.shape[1].bit_length() - 1 if isinstance(k, Paged) else 0
 
 
-def cache_strides(name: str, cache: torch.Tensor) -> dict[str, int]:
-    """Strides of contiguous or paged keys or values."""
-    block = cache.stride(0) if cache.dim() == 4 else 0
-    return {f"{name}_block": block, f"{name}_row": cache.stride(-3), f"{name}_head": cache.stride(-2)}
+def cache_strides(cache: torch.Tensor) -> tuple[int, int, int]:
+    """Strides of contiguous or paged keys or values: of blocks (0 where there are none), rows and heads."""
+    strides = cache.stride()
+    return (0, strides[0], strides[1]) if len(strides) == 3 else (strides[0], strides[1], strides[2])
 
 
 def run(
@@ -137,13 +124,11 @@ def run(
     if parts > 1:
         part_out = q.new_empty(parts, queries * heads, v_dim, dtype=torch.float32)
         part_lse = q.new_empty(parts, queries * heads, dtype=torch.float32)
-    tensors = (q, keys, values, positions, table, sinks, out, lse, part_out, part_lse)
-    args = Args(
-        *map(cuda_call.address, tensors),
-        queries=queries, q_heads=heads, kv_heads=kv_heads, keys=tokens, dim=dim, v_dim=v_dim,
-        q_row=q.stride(0), q_head=q.stride(1), **cache_strides("k", keys), **cache_strides("v", values),
-        log_block=log_block(k), splits=parts, window=params.window or 0,
-        **logits(params),
+    args = _PACK(
+        *map(cuda_call.address, (q, keys, values, positions, table, sinks, out, lse, part_out, part_lse)),
+        queries, heads, kv_heads, tokens, dim, v_dim,
+        q.stride(0), q.stride(1), *cache_strides(keys), *cache_strides(values), log_block(k),
+        parts, params.window or 0, *logits(params),
     )  # fmt: skip
     cuda_call.launch(f"attention_{'bf16' if q.dtype == torch.bfloat16 else 'f16'}", args, q.device)
     return AttentionOutput(out, lse, moved)

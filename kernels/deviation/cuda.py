@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
+from struct import Struct
 
 import torch
 
 from blendkv.kernels import cuda_call
 
-_POINTERS = ("k_a", "k_b", "v_a", "v_b", "out")
-_SIZES = ("tokens", "heads", "dim", "v_dim")
-_STRIDES = tuple(f"{name}_{part}" for name in ("k_a", "k_b", "v_a", "v_b") for part in ("row", "head"))
-
-
-class Args(ctypes.Structure):
-    """``DeviationArgs`` of csrc/cuda/deviation.cu."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_longlong) for name in (*_SIZES, "v_heads", *_STRIDES, "type", "chunked")),
-    )
+_PACK = Struct("@5q5q8q2q").pack
+"""``DeviationArgs`` of csrc/cuda/deviation.cu."""
 
 
 def refuses(
@@ -40,7 +30,7 @@ def run(
         return out
     tensors = [t if t.stride(-1) == 1 else t.contiguous() for t in (k_a, k_b, v_a, v_b)]
     whole = all(t.shape[-1] % 8 == 0 and cuda_call.in_chunks(t) for t in tensors)
-    args = Args(
+    args = _PACK(
         *map(cuda_call.address, (*tensors, out)),
         k_a.shape[0], k_a.shape[1] if use_k else 0, k_a.shape[2], v_a.shape[2], v_a.shape[1] if use_v else 0,
         *(t.stride(dim) for t in tensors for dim in (0, 1)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+from struct import Struct
 
 import torch
 
@@ -10,22 +10,8 @@ from blendkv.kernels import cuda_call
 from blendkv.kernels.attention.cuda import cache_strides, log_block, logits, refuses_queries, refuses_width
 from blendkv.kernels.types import AttentionParams, Paged, Statistic
 
-_POINTERS = ("q", "k", "positions", "table", "lse", "weights", "out")
-_SIZES = (
-    "queries", "q_heads", "kv_heads", "keys", "dim", "q_row", "q_head", "k_block", "k_row", "k_head", "log_block",
-    "window", "sum",
-)  # fmt: skip
-_FLOATS = ("factor", "inside", "softcap")
-
-
-class Args(ctypes.Structure):
-    """``MassArgs`` of csrc/cuda/mass.cuh."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_longlong) for name in _SIZES),
-        *((name, ctypes.c_float) for name in _FLOATS),
-    )
+_PACK = Struct("@7q13q3f4x").pack
+"""``MassArgs`` of csrc/cuda/mass.cuh."""
 
 
 def refuses(
@@ -68,11 +54,10 @@ def run(
     q, positions, lse = cuda_call.chunked(q), positions.contiguous(), lse.float().contiguous()
     weights = None if weigh_by is None else weigh_by.float().contiguous()
     parts = q.new_empty(kv_heads, tokens, dtype=torch.float32)
-    args = Args(
+    args = _PACK(
         *map(cuda_call.address, (q, keys, positions, table, lse, weights, parts)),
-        queries=queries, q_heads=heads, kv_heads=kv_heads, keys=tokens, dim=dim, q_row=q.stride(0), q_head=q.stride(1),
-        **cache_strides("k", keys), log_block=log_block(k), window=params.window or 0, sum=statistic == "mean",
-        **logits(params),
+        queries, heads, kv_heads, tokens, dim, q.stride(0), q.stride(1), *cache_strides(keys), log_block(k),
+        params.window or 0, statistic == "mean", *logits(params),
     )  # fmt: skip
     cuda_call.launch(f"mass_{'bf16' if q.dtype == torch.bfloat16 else 'f16'}", args, q.device)
     return parts.amax(0) if statistic == "max" else parts.sum(0).div_(queries * heads)

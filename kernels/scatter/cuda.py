@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+from struct import Struct
 
 import torch
 
@@ -16,26 +16,8 @@ _WIDEST = 256
 """A warp holds a whole vector of up to eight values per lane."""
 
 
-class Side(ctypes.Structure):
-    """``Side`` of csrc/cuda/scatter.cu: K or V."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("data", "scale", "signs", "codebook", "bias", "out")),
-        *((name, ctypes.c_longlong) for name in ("dim", "row", "head", "value", "width", "bias_row")),
-        *((name, ctypes.c_longlong) for name in ("out_block", "out_row", "out_head", "out_value")),
-        *((name, ctypes.c_longlong) for name in ("codec", "type", "out_type")),
-    )
-
-
-class Args(ctypes.Structure):
-    """``ScatterArgs`` of csrc/cuda/scatter.cu."""
-
-    _fields_ = (
-        ("k", Side), ("v", Side),
-        *((name, ctypes.c_void_p) for name in ("cos", "sin", "slots")),
-        *((name, ctypes.c_longlong) for name in ("first", "tokens", "heads", "block_size")),
-        *((name, ctypes.c_longlong) for name in ("rotated", "offset", "interleaved")),
-    )  # fmt: skip
+_PACK = Struct("@19q19q3q4q3q").pack
+"""``ScatterArgs`` of csrc/cuda/scatter.cu, two ``Side`` first."""
 
 
 def _dim(source: torch.Tensor | Encoded) -> int:
@@ -52,10 +34,12 @@ def _by_eights(
     """Whether everything goes by eights: the fast kernel's condition, and turbo's."""
     if table is not None and (table.offset % 8 or table.cos.shape[-1] % 16):
         return False
-    if any(_dim(source) % 8 or _dim(source) > _WIDEST for source in (k, v)):
-        return False
-    tensors = [t for t in (k, v) if isinstance(t, torch.Tensor)]
-    return all(map(cuda_call.in_chunks, (*tensors, k_out, v_out)))
+    for source in (k, v):
+        if _dim(source) % 8 or _dim(source) > _WIDEST:
+            return False
+        if isinstance(source, torch.Tensor) and not cuda_call.in_chunks(source):
+            return False
+    return cuda_call.in_chunks(k_out) and cuda_call.in_chunks(v_out)
 
 
 def refuses(
@@ -76,31 +60,33 @@ def refuses(
     turbo = [t.codec for t in (k, v) if isinstance(t, Encoded) and t.codec in BITS]
     if turbo and not _by_eights(k, v, table, k_out, v_out):
         return f"{turbo[0]} takes vectors of up to {_WIDEST} values, rotated by 16s and written 16 bytes at a time"
-    if k_out.shape[:-2].numel() >= 2**31 or max(k_out.shape[-2] * _dim(t) for t in (k, v)) >= 2**20:
-        return "the output has too many places"
+    tokens, heads = len(k.data if isinstance(k, Encoded) else k), k_out.shape[-2]
+    if max(k_out.shape[:-2].numel(), tokens * heads) >= 2**30 or max(heads * _dim(t) for t in (k, v)) >= 2**20:
+        return "there are too many places, or vectors to move"
     return cuda_call.refuses_device(k_out.device)
 
 
-def _side(source: torch.Tensor | Encoded, bias: torch.Tensor | None, out: torch.Tensor) -> tuple[Side, list[object]]:
-    """The structure, and the tensors that must live as long."""
-    shift = None if bias is None else bias.float().contiguous()
-    side = Side(
-        bias=cuda_call.address(shift), out=out.data_ptr(), dim=_dim(source),
-        bias_row=0 if shift is None or shift.dim() == 2 else shift.stride(0),
-        out_block=out.stride(0) if out.dim() == 4 else 0, out_row=out.stride(-3), out_head=out.stride(-2),
-        out_value=out.stride(-1), out_type=cuda_call.CODES[out.dtype],
-    )  # fmt: skip
+def _side(
+    source: torch.Tensor | Encoded, bias: torch.Tensor | None, out: torch.Tensor
+) -> tuple[tuple[int, ...], list[torch.Tensor | None]]:
+    """The fields of ``Side``, and the tensors that must live as long."""
+    strides = out.stride()
+    shift = None if bias is None else cuda_call.packed(bias.float())
+    bias_row = 0 if shift is None or shift.dim() == 2 else shift.stride(0)
+    place = (strides[0] if len(strides) == 4 else 0, *strides[-3:])
+    kind = cuda_call.CODES[out.dtype]
     if isinstance(source, torch.Tensor):
-        side.data, side.type = source.data_ptr(), cuda_call.CODES[source.dtype]
-        side.row, side.head, side.value = source.stride()
-        return side, [shift]
-    kept = [
-        None if t is None else cuda_call.chunked(t.contiguous())
-        for t in (source.data.view(torch.uint8), source.scale, source.signs, source.codebook)
-    ]
-    side.data, side.scale, side.signs, side.codebook = map(cuda_call.address, kept)
-    side.codec, side.width = _CODECS[source.codec], block_of(source.dim)
-    return side, [shift, kept]
+        parts: list[torch.Tensor | None] = [source, None, None, None]
+        row, head, value = source.stride()
+        form = (source.shape[-1], row, head, value, 1, bias_row)
+        codec = (0, cuda_call.CODES[source.dtype], kind)
+    else:
+        given = (source.data.view(torch.uint8), source.scale, source.signs, source.codebook)
+        parts = [None if t is None else cuda_call.packed(t) for t in given]
+        form = (source.dim, 0, 0, 0, block_of(source.dim), bias_row)
+        codec = (_CODECS[source.codec], 0, kind)
+    kept = [*parts, shift]
+    return (*map(cuda_call.address, kept), out.data_ptr(), *form, *place, *codec), kept
 
 
 def run(
@@ -119,18 +105,17 @@ def run(
         return
     k_side, k_kept = _side(k, k_bias, k_out)
     v_side, v_kept = _side(v, v_bias, v_out)
-    kept: list[object] = [k_kept, v_kept]
-    args = Args(k=k_side, v=v_side, tokens=tokens, heads=k_out.shape[-2])
-    args.block_size = k_out.shape[1] if k_out.dim() == 4 else 0
-    if isinstance(slots, int):
-        args.first = slots
-    else:
-        slots = slots.contiguous()
-        args.slots = slots.data_ptr()
+    cos = sin = None
+    rotation = (0, 0, 0)
     if table is not None:
-        cos, sin = cuda_call.chunked(table.cos[:, 0].contiguous()), cuda_call.chunked(table.sin[:, 0].contiguous())
-        kept += [cos, sin]
-        args.cos, args.sin, args.rotated = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
-        args.offset, args.interleaved = table.offset, table.pairing == "interleaved"
-    kernel = "chunks" if _by_eights(k, v, table, k_out, v_out) else "values"
-    cuda_call.launch(f"scatter_{kernel}", args, k_out.device)
+        cos, sin = cuda_call.packed(table.cos), cuda_call.packed(table.sin)
+        rotation = (cos.shape[-1], table.offset, int(table.pairing == "interleaved"))
+    places = None if isinstance(slots, int) else slots.contiguous()
+    args = _PACK(
+        *k_side, *v_side, *map(cuda_call.address, (cos, sin, places)),
+        slots if isinstance(slots, int) else 0, tokens, k_out.shape[-2], k_out.shape[1] if k_out.dim() == 4 else 0,
+        *rotation,
+    )  # fmt: skip
+    kernel = "scatter_chunks" if _by_eights(k, v, table, k_out, v_out) else "scatter_values"
+    cuda_call.launch(kernel, args, k_out.device)
+    del k_kept, v_kept  # until here, copies must live: afterwards their memory is the stream's to reuse

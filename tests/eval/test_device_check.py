@@ -18,7 +18,7 @@ TINY = {
 PLAN = device_kernels.Plan("cpu", ("llama-8b",), (192,), (0.1,), 64, repeats=1)
 
 
-@pytest.mark.xdist_group("cuda")
+@pytest.mark.xdist_group("cuda-build")
 def test_without_a_gpu_it_says_that_nothing_was_measured(tmp_path):
     root = Path(device.__file__).resolve().parents[2]
     done = subprocess.run(

@@ -1,20 +1,32 @@
 """The C++ kernels: every instruction set that this machine has, against the reference in float64."""
 
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
 from tiny import seed_of_run
 
-from blendkv.kernels import AttentionParams, Encoded, attention_mass, build, kv_deviation, rope_shift_scatter, rope_table
+from blendkv.kernels import (
+    AttentionParams,
+    Encoded,
+    attention_mass,
+    build,
+    kv_deviation,
+    rope_shift_scatter,
+    rope_table,
+)
 from blendkv.kernels import selected_attention as attend
 from blendkv.kernels.attention import cpu as attention_cpu
 from blendkv.kernels.attention import reference
 from blendkv.kernels.scatter import cpu as scatter_cpu
 from blendkv.kernels.testing import (
-    attention_case, check_attention, check_deviation, check_scatter, error, forced, scatter_case,
+    attention_case,
+    check_attention,
+    check_deviation,
+    check_scatter,
+    error,
+    forced,
+    scatter_case,
 )  # fmt: skip
 
 pytestmark = pytest.mark.skipif(build.why_not("cpu") is not None, reason=str(build.why_not("cpu")))
@@ -66,7 +78,7 @@ def green(found, *context):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_and_mass(rng, dtype):
     for features in FEATURES:
-        for queries, keys in SHAPES:
+        for queries, keys in rng.sample(SHAPES, 3):
             group, heads = rng.choice((1, 2, 3, 4, 5, 8)), rng.choice((1, 2))
             case = attention_case(rng, queries, keys, dtype=dtype, group=group, kv_heads=heads, **features)
             for paged in (False, True):
@@ -88,11 +100,11 @@ def test_many_keys(rng):
     green(check_attention("cpu", case))
 
 
-@pytest.mark.parametrize("queries", [1, 40, 400])
+@pytest.mark.parametrize("queries", [1, 40, 170])
 def test_threads_and_keys_in_parts(rng, threads, queries):
     """One query makes the kernel split the keys; many make it split the queries."""
-    for features in ({}, {"sinks": True, "softcap": 5.0}, {"window": 900}):
-        case = attention_case(rng, queries, 5000, head_dim=128, kv_heads=3, group=2, **features)
+    for features in ({"sinks": True, "softcap": 5.0}, {"window": 900}):
+        case = attention_case(rng, queries, 2000, head_dim=128, kv_heads=3, group=2, **features)
         green(check_attention("cpu", case, paged=False), features)
         green(check_attention("cpu", case, paged=True), features)
 
@@ -181,7 +193,7 @@ def test_what_it_refuses():
 @pytest.mark.parametrize("codec", ["raw", "fp8", "int8", "turbo4", "turbo3", "turbo2"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scatter(rng, dtype, codec):
-    for dim in (64, 128, 96, 80, 24, 8, 256):
+    for dim in rng.sample((64, 128, 96, 80, 24, 8, 256), 3):
         for pairing, rotated, offset in (
             ("half", None, 0), ("interleaved", None, 0), (None, None, 0),
             ("half", dim // 2, 0), ("interleaved", dim // 4 * 2, dim // 4), ("half", 6, 1),
@@ -262,16 +274,3 @@ def test_a_row_may_be_rotated_in_its_place(pairing):
     with forced("cpu"):
         rope_shift_scatter(k, k.clone(), table, k, torch.zeros_like(k), 0)
     assert torch.allclose(k, wanted, atol=1e-5)
-
-
-def test_torch_and_the_kernels_share_one_openmp():
-    code = """
-import torch
-from blendkv.kernels import build
-torch.set_num_threads(2)
-build.library("cpu")
-torch.randn(500, 500) @ torch.randn(500, 500)
-print(len({line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line}))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/")
-    assert done.stdout.strip() == "1"

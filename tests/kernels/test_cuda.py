@@ -1,7 +1,6 @@
 """The CUDA kernels' numbers: on a GPU where there is one, and everywhere on an emulated one (tests/kernels/simt)."""
 
 import random
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,8 @@ import torch
 from tiny import seed_of_run
 
 from blendkv.errors import BlendKVError, InputError
-from blendkv.kernels import Paged, attention_mass, rope_shift_scatter, selected_attention
+from blendkv.eval.bench import device_blend
+from blendkv.kernels import Paged, attention_mass, dispatch, rope_shift_scatter, selected_attention
 from blendkv.kernels.attention import cuda as attention_cuda
 from blendkv.kernels.testing import (
     attention_case,
@@ -90,6 +90,7 @@ def test_attention_and_mass(rng, device, extra, dtype):
 def test_head_dims(rng, device, head_dim, v_dim):
     for dtype in HALVES:
         case = attention_case(rng, 50, 210, head_dim=head_dim, v_dim=v_dim, dtype=dtype, window=100, device=device)
+        case = replace(case, paged=replace(case.paged, table=case.paged.table.long()))
         for paged in (False, True):
             green(check_attention("cuda", case, paged=paged), f"{dtype}, paged {paged}")
 
@@ -101,6 +102,14 @@ def test_keys_split_over_blocks(rng, device, monkeypatch, ways):
         for extra in ({}, {"window": 9}, {"softcap": 5.0, "sinks": True, "head_dim": 128}):
             case = attention_case(rng, queries, keys, dtype=torch.bfloat16, device=device, **extra)
             green(check_attention("cuda", case), f"{queries} of {keys}, {extra}")
+
+
+def test_few_queries_fill_a_gpu(rng, device):
+    assert attention_cuda.splits(120, 8, 32768, 128, 132) == 64  # 30 queries of Llama-8B: 512 blocks
+    assert attention_cuda.splits(40000, 8, 32768, 128, 132) == 1
+    assert attention_cuda.splits(0, 8, 0, 128, 132) == 1
+    case = attention_case(rng, 9, 2100, dtype=torch.bfloat16, device=device)
+    green(check_attention("cuda", case), "9 of 2100")
 
 
 @pytest.mark.parametrize("window", [None, 3, 40])
@@ -219,41 +228,16 @@ def test_shared_memory_has_no_bank_conflicts(rng, emulated, monkeypatch):
     assert conflicting == 0
 
 
-WAIT = "    copy_wait<0>();\n    block_sync();  // "
-MUTANTS = {
-    "V is read before it is there": ("attention.cuh", WAIT + "V is", "    copy_wait<0>();  // V is"),
-    "K is read before it is there": ("attention.cuh", WAIT + "K is", "    copy_wait<0>();  // K is"),
-    "a copy is not waited for": ("attention.cuh", WAIT + "K is", WAIT.replace("0", "1") + "K is"),
-    "the mask is one key off": ("attention_rows.cuh", "own > range.high)", "own > range.high + 1)"),
-    "B's halves are swapped": ("layout.cuh", "return (lane >> 3) & 1;", "return ((lane >> 3) & 1) ^ 1;"),
-    "the output is not scaled to a new top": ("attention_rows.cuh", "out[p][n][2 * h] *= kept;", ""),
-    "an even pitch": ("layout.cuh", "(kChunks | 1) * 16", "kChunks * 16"),
-    "rows take the keys' place too soon": ("mass.cuh", "  block_sync();  // every warp has its keys\n", ""),
-    "rows are overwritten while they are read": ("mass.cuh", "    block_sync();  // the stage is free\n", ""),
-    "rows are read before they are there": (
-        "mass.cuh",
-        "    copy_wait<1>();\n    block_sync();\n",
-        "    copy_wait<1>();\n",
-    ),
-}
-"""A fault by file: what is there, and what is put in its place."""
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_emulated_gpu_finds_faults(tmp_path, monkeypatch, mutant):
-    name, right, wrong = MUTANTS[mutant]
-    sources = tmp_path / "cuda"
-    shutil.copytree(simt.SOURCES, sources)
-    for other in ("scatter.cu", "deviation.cu", "attention_f16.cu"):
-        (sources / other).unlink()
-    text = (sources / name).read_text()
-    assert right in text
-    (sources / name).write_text(text.replace(right, wrong))
-    library = simt.compile_emulated(tmp_path, sources)
-    simt.stand_in(monkeypatch, library)
-    case = attention_case(random.Random(5), 60, 300, head_dim=128, dtype=torch.bfloat16)
-    try:
-        red = any(one.red for one in check_attention("cuda", case, paged=True).values())
-    except BlendKVError:
-        red = True
-    assert red or simt.conflicts(library)[1] > 0
+def test_a_whole_blend_on_the_emulated_gpu(emulated, monkeypatch):
+    """The engine's own calls and layouts: everything recomputed gives full prefill, to twice plain torch's rounding."""
+    simt.stand_in(monkeypatch, emulated)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tiny = {**device_blend.LLAMA_8B, **sizes, "head_dim": 32, "vocab_size": 500}
+    found = {}
+    for backend in ("torch", "cuda"):
+        with forced(backend):
+            found[backend] = device_blend.check_blend(tiny, "cpu", torch.bfloat16, 300)
+    assert found["cuda"]["budget 1"] <= 2 * found["torch"]["budget 1"]
+    assert found["cuda"]["budget 0"] > 0.1
+    used = {choice.op for choice in dispatch.choices() if choice.backend == "cuda"}
+    assert used >= {"attention", "scatter"}

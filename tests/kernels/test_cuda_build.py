@@ -12,7 +12,7 @@ import simt
 from blendkv.kernels import build
 
 pytestmark = [
-    pytest.mark.xdist_group("cuda"),
+    pytest.mark.xdist_group("cuda-build"),
     pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc"),
 ]
 ENTRY = re.compile(

@@ -94,7 +94,8 @@ template <class M, class T> struct Attention {
   }
 
   template <int R>
-  void step(Row& own, const uint32_t* q, const uint32_t* keys, Values values, int k0, int seen, float* s, float* out) const {
+  void step(Row& own, const uint32_t* q, const uint32_t* keys, Values values, int k0, int seen, float* s,
+            float* out) const {
     int padded = round_up(seen, KEYS_AT_ONCE<R>);
     bool hides = own.block.hides(k0, k0 + padded);
     vf top[R];

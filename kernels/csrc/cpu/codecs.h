@@ -42,7 +42,7 @@ BLENDKV_INLINE vf look_up(const float* codebook, vu index) {
   __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(codebook + 8), (__m256i)index);
   return (vf)_mm256_blendv_ps(low, high, (__m256)(index << 28));
 #else
-  vf found;
+  vf found = {};
   for (int i = 0; i < W; ++i) found[i] = codebook[index[i]];
   return found;
 #endif
@@ -50,7 +50,7 @@ BLENDKV_INLINE vf look_up(const float* codebook, vu index) {
 
 // W indices from `bits` bits each, the first of them a multiple of 4: 8 indices fill `bits` bytes.
 template <int BITS> BLENDKV_INLINE vu unpack(const uint8_t* from, int first) {
-  vu words, shifts;
+  vu words = {}, shifts = {};
   constexpr uint32_t mask = (1u << BITS) - 1;
   for (int lane = 0; lane < W; ++lane) shifts[lane] = uint32_t(lane % 8 * BITS);
 #if defined(__AVX512F__)
@@ -84,7 +84,7 @@ template <int STEP> BLENDKV_INLINE vf swap_lanes(vf x) {
 
 // Butterflies between lanes STEP apart: a, b become a + b, a - b.
 template <int STEP> BLENDKV_INLINE vf butterfly(vf x) {
-  vf sign;
+  vf sign = {};
   for (int lane = 0; lane < W; ++lane) sign[lane] = lane & STEP ? -1.0f : 1.0f;
   return x * sign + swap_lanes<STEP>(x);
 }

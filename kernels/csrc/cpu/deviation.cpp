@@ -14,7 +14,8 @@ template <class T> BLENDKV_INLINE float token(Side a, Side b, int64_t t, int64_t
   const T* x = reinterpret_cast<const T*>(a.data) + t * a.stride;
   const T* y = reinterpret_cast<const T*>(b.data) + t * b.stride;
   float total = 0;
-  for (int64_t head = 0; head < heads; ++head) total += difference(x + head * a.head_stride, y + head * b.head_stride, dim);
+  for (int64_t head = 0; head < heads; ++head)
+    total += difference(x + head * a.head_stride, y + head * b.head_stride, dim);
   return total;
 }
 

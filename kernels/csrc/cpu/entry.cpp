@@ -50,6 +50,9 @@ const Set sets[] = {
 };
 
 const Set* best() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();  // this runs while the library is loaded, perhaps before the compiler's own initialisation
+#endif
   const Set* set = sets;
   while (!set->works()) ++set;
   return set;

@@ -40,7 +40,8 @@ struct Tokens {
 
 // K of `count` keys, N at most: the memory itself where its rows lie as score_block wants them, else a copy in `to`
 // whose rows up to the next multiple of KEYS_AT_ONCE are zero.
-template <class M, class T> inline const uint32_t* key_tile(const Tokens& k, int64_t from, int count, int dim, uint32_t* to) {
+template <class M, class T>
+inline const uint32_t* key_tile(const Tokens& k, int64_t from, int count, int dim, uint32_t* to) {
   int words = words_of<M>(dim), stride = stride_of(words);
   if (sizeof(T) * M::VALUES == 4 && !k.paging.table && k.stride == stride * 4 && count == N)
     return reinterpret_cast<const uint32_t*>(k.data + from * k.stride);

@@ -76,7 +76,8 @@ template <class M, class T> struct Mass {
 
   // Adds a block's rows to the keys' statistic: the largest exponent, or the sum of probabilities.
   template <int R>
-  void score(const Row& own, const uint32_t* q, const uint32_t* keys, int from, int seen, float* s, float* found) const {
+  void score(const Row& own, const uint32_t* q, const uint32_t* keys, int from, int seen, float* s,
+             float* found) const {
     int padded = round_up(seen, KEYS_AT_ONCE<R>);
     bool hides = own.block.hides(from, from + padded);
     vf inside = splat(float(a.softcap ? a.scale / a.softcap : 1)), cap = splat(float(a.softcap));

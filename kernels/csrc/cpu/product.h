@@ -1,7 +1,7 @@
 // The two matrix products of attention, with one lane per row: a row is a query of one head.
 //
 // A word is what one lane multiplies in one instruction: a float32, or a pair of bfloat16. Scores are
-// S[key][row] += K[key][word] * Q[word][row] and outputs O[dim][row] += V[key word][dim] * P[key word][row]; K and V are
+// S[key][row] += K[key][word] * Q[word][row], outputs O[dim][row] += V[key word][dim] * P[key word][row]. K and V are
 // broadcast from memory as they lie there, and the softmax needs no sums across lanes.
 #pragma once
 
@@ -43,8 +43,8 @@ struct Pairs {
 };
 #endif
 
-// Sums over at most M::CHAIN words at a time: rounding errors grow with the length of a chain of additions.
-// Scores of KEYS keys and R x W rows; `each(key, vector of rows, scores)` takes them.
+// Scores of KEYS keys and R x W rows; `each(key, vector of rows, scores)` takes them. At most M::CHAIN words are summed
+// at a time, because rounding errors grow with the length of a chain of additions.
 template <class M, int KEYS, int R, int STRIDE, class Each>
 BLENDKV_INLINE void score_block(const uint32_t* k, const uint32_t* q, int words, Each&& each) {
   vf whole[KEYS][R] = {}, sum[KEYS][R] = {};
@@ -99,9 +99,11 @@ BLENDKV_INLINE void scores(const uint32_t* k, const uint32_t* q, int words, int 
   }
 }
 
-// Outputs `out[dim][R x W]` of `dims` dims, a multiple of DIMS_AT_ONCE, over `words` words of keys; `p` has rows p_stride apart.
+// Adds to outputs `out[dim][R x W]` of `dims` dims, a multiple of DIMS_AT_ONCE, what `words` words of keys give; the
+// rows of `p` are p_stride apart.
 template <class M, int R>
-inline void outputs(const uint32_t* v, int64_t v_stride, const uint32_t* p, int p_stride, int words, int dims, float* out) {
+inline void outputs(const uint32_t* v, int64_t v_stride, const uint32_t* p, int p_stride, int words, int dims,
+                    float* out) {
   constexpr int at_once = DIMS_AT_ONCE<R>;
   for (int d0 = 0; d0 < dims; d0 += at_once) {
     vf sum[at_once][R];

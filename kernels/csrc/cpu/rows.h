@@ -74,7 +74,8 @@ template <class M, class T> BLENDKV_INLINE void copy_row(uint32_t* to, const T* 
 }
 
 // Q of a block as `to[word][vector][W]`, words rounded up to 4.
-template <class M, class T> inline void pack_queries(const Block& block, const Queries& q, int64_t head, int dim, uint32_t* to) {
+template <class M, class T>
+inline void pack_queries(const Block& block, const Queries& q, int64_t head, int dim, uint32_t* to) {
   uint32_t lines[4][MOST_DIM + 4];
   int words = words_of<M>(dim), wide = block.vectors * W;
   memset(lines, 0, sizeof(lines));

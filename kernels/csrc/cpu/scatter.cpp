@@ -7,7 +7,7 @@ namespace blendkv::BLENDKV_ISA {
 namespace {
 
 constexpr int MOST_CODED = 1024;  // head dim of turbo sources
-constexpr int AHEAD = 8;          // tokens
+constexpr int AHEAD = 8;          // tokens that are prefetched
 
 enum Coding : int64_t { RAW = 0, FP8 = 1, INT8 = 2, TURBO2 = 10, TURBO3 = 11, TURBO4 = 12 };
 
@@ -26,8 +26,8 @@ template <class Each> BLENDKV_INLINE void vectors(int from, int to, Each&& each)
   if (from < to) each(from, Some{to - from});
 }
 
-// A token's heads: where they are read and written, and what is added. Heads are the inner loops, so that the
-// rotation's cos and sin are loaded once.
+// A token's heads: where they are read and written, and what is added. Where they are rotated, heads are the inner
+// loops, so that cos and sin are loaded once.
 template <class S, class D> struct Heads {
   const S* x;
   D* out;
@@ -44,13 +44,14 @@ template <class S, class D> struct Heads {
 
   // Dims from .. to - 1 as they are.
   template <bool BIAS> BLENDKV_INLINE void plain(int from, int to) const {
-    vectors(from, to, [&](int i, auto lanes) __attribute__((always_inline)) {
-      const S* row = x + i;
-      const float* shift = BIAS ? bias + i : nullptr;
-      D* place = out + i;
-      for (int head = 0; head < count; ++head, row += x_stride, shift += bias_stride, place += out_stride)
-        lanes.write(place, take<BIAS>(row, shift, head, lanes));
-    });
+    for (int head = 0; head < count; ++head) {
+      const S* row = x + head * x_stride;
+      const float* shift = BIAS ? bias + head * bias_stride : nullptr;
+      D* place = out + head * out_stride;
+      vectors(from, to, [&](int i, auto lanes) __attribute__((always_inline)) {
+        lanes.write(place + i, take<BIAS>(row + i, shift + i, head, lanes));
+      });
+    }
   }
 
   // Both members of a pair are read before one is written, so that a row may be rotated in its place.
@@ -110,6 +111,15 @@ template <class S, class D> struct Side {
   bool rotated;
   float codebook[CODES] = {};
 
+  // Half of each table row is skipped, and there are several streams: more than the hardware's prefetcher follows.
+  BLENDKV_INLINE void prefetch(const S* x, const Heads<S, D>& heads, const float* cos, const float* sin) const {
+    for (int i = int(a.rotated) / 2; i < a.rotated; i += 16)
+      __builtin_prefetch(cos + AHEAD * a.cos_stride + i), __builtin_prefetch(sin + AHEAD * a.sin_stride + i);
+    if (m.codec >= TURBO2) return;
+    for (int head = 0; head < heads.count; ++head, x += heads.x_stride)
+      for (int i = 0; i < m.dim; i += int(64 / sizeof(S))) __builtin_prefetch(x + AHEAD * m.source_stride + i);
+  }
+
   template <bool BIAS> BLENDKV_INLINE void move(Heads<S, D>& heads, int64_t token) const {
     int dim = int(m.dim), from = int(a.offset), dims = int(a.rotated);
     if constexpr (sizeof(S) == sizeof(D) && !BIAS) {
@@ -122,9 +132,7 @@ template <class S, class D> struct Side {
     if (!rotated) return heads.template plain<BIAS>(0, dim);
     const float* cos = reinterpret_cast<const float*>(a.cos) + token * a.cos_stride;
     const float* sin = reinterpret_cast<const float*>(a.sin) + token * a.sin_stride;
-    // Half of each table row is skipped, which the hardware's prefetcher does not follow.
-    for (int i = dims / 2; i < dims; i += 16)
-      __builtin_prefetch(cos + AHEAD * a.cos_stride + i), __builtin_prefetch(sin + AHEAD * a.sin_stride + i);
+    prefetch(heads.x, heads, cos, sin);
     if (from) heads.template plain<BIAS>(0, from);
     if (a.interleaved) heads.template neighbours<BIAS>(cos, sin, from, dims);
     else heads.template halves<BIAS>(cos, sin, from, dims / 2);

@@ -67,7 +67,6 @@ KERNEL(128, 2) attention_kernel(GRID_CONSTANT const AttentionArgs args) {
   const int key_tiles = end > low ? (end - low + Tile::kKeys - 1) / Tile::kKeys : 0;
 
   const uint32_t q_at = shared_address(), k_at = q_at + Tile::kQueryBytes, v_at = k_at + Tile::kKeyBytes;
-
   const Cache k{args.k, args.table, args.k_block, args.k_row, args.k_head, args.log_block};
   const Cache v{args.v, args.table, args.v_block, args.v_row, args.v_head, args.log_block};
   const auto dim = static_cast<int>(args.dim), v_dim = static_cast<int>(args.v_dim);

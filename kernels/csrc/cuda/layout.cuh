@@ -39,7 +39,8 @@ struct Cache {
     i64 found = static_cast<i64>(kv_head) * head;
     if (table == nullptr) return found + static_cast<i64>(position) * row;
     const int within = position & ((1 << static_cast<int>(log_size)) - 1);
-    return found + static_cast<i64>(table[position >> static_cast<int>(log_size)]) * block + static_cast<i64>(within) * row;
+    const i64 index = table[position >> static_cast<int>(log_size)];
+    return found + index * block + within * row;
   }
 };
 

@@ -109,7 +109,8 @@ KERNEL(128, 2) mass_kernel(GRID_CONSTANT const MassArgs args) {
   for (int p = 0; p < kParts; ++p) {
 #pragma unroll
     for (int step = 0; step < D / 16; ++step) {
-      ldmatrix(key[p][step], shared_address() + Place::at(warp_key + 16 * p + row_of_a(lane), 2 * step + chunk_of_a(lane)));
+      const uint32_t own = Place::at(warp_key + 16 * p + row_of_a(lane), 2 * step + chunk_of_a(lane));
+      ldmatrix(key[p][step], shared_address() + own);
     }
   }
   block_sync();  // every warp has its keys

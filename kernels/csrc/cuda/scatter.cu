@@ -51,14 +51,14 @@ DEVICE void rotate(const ScatterArgs& args, bool active, int token, int value, i
   for (int i = 0; i < 8; ++i) x[i] = fmaf(partner[i], sin[i], x[i] * cos[i]);
 }
 
-KERNEL(128, 8) scatter_chunks(GRID_CONSTANT const ScatterArgs args) {
+KERNEL(128, 10) scatter_chunks(GRID_CONSTANT const ScatterArgs args) {
   const bool is_k = block_y() == 0;
   const Side& side = is_k ? args.k : args.v;
   const int lane = thread_index() % kWarp, heads = static_cast<int>(args.heads);
   const int chunks = static_cast<int>(side.dim) / 8, vectors = kWarp / chunks;  // of a vector; of a warp
-  const i64 vector = (static_cast<i64>(block_x()) * 4 + thread_index() / kWarp) * vectors + lane / chunks;
-  const bool active = lane < vectors * chunks && vector < args.tokens * heads;
-  const int token = active ? static_cast<int>(vector / heads) : 0, head = active ? static_cast<int>(vector % heads) : 0;
+  const int vector = (static_cast<int>(block_x()) * 4 + thread_index() / kWarp) * vectors + lane / chunks;
+  const bool active = lane < vectors * chunks && vector < static_cast<int>(args.tokens) * heads;
+  const int token = active ? vector / heads : 0, head = active ? vector % heads : 0;
   const int value = lane % chunks * 8;
   const i64 slot = !active ? -1 : args.slots != nullptr ? args.slots[token] : args.first + token;
 
@@ -73,7 +73,7 @@ KERNEL(128, 8) scatter_chunks(GRID_CONSTANT const ScatterArgs args) {
       const int bits = turbo_bits(side.codec), width = static_cast<int>(side.width);
       if (slot >= 0) {
         load_indices(bits, bytes + index * side.dim * bits / 8 + value / 8 * bits, side.codebook, x);
-        scale = load_once(side.scale + index * (side.dim / width) + value / width);
+        scale = load_once(side.scale + index * (static_cast<int>(side.dim) / width) + value / width);
       }
       hadamard(x, width, lane);
       float signs[8];

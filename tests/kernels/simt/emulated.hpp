@@ -1,9 +1,9 @@
 // The GPU that kernels/csrc/cuda/device.cuh names, on a CPU: every thread of a block is a fiber.
 //
 // Lanes meet at every warp instruction, threads at every block barrier; between those, warps run in random order. What
-// goes wrong on a GPU only now and then goes wrong here: an asynchronous copy fills its place with NaN when it is issued
-// and moves its bytes at the last moment allowed, shared memory starts as NaN, lanes of a warp that meet at different
-// instructions and barriers that not all threads reach are errors, and conflicts of ldmatrix's banks are counted.
+// goes wrong on a GPU only now and then goes wrong here: an asynchronous copy fills its place with NaN when it is
+// issued and moves its bytes at the last moment allowed, shared memory starts as NaN, lanes of a warp that meet at
+// different instructions and barriers that not all threads reach are errors, and conflicts of banks are counted.
 #pragma once
 
 #include <csetjmp>
@@ -349,7 +349,7 @@ inline void ldmatrix_transposed(uint32_t (&r)[4], uint32_t address) {
 inline void copy_async(uint32_t to, const void* from, bool valid) {
   emulated::Machine& m = emulated::machine();
   if (to % 16 != 0 || to + 16 > m.memory.size()) emulated::fail("cp.async writes to a wrong address");
-  if (valid && reinterpret_cast<uintptr_t>(from) % 16 != 0) emulated::fail("cp.async reads 16 bytes off a multiple of 16");
+  if (valid && reinterpret_cast<uintptr_t>(from) % 16 != 0) emulated::fail("cp.async reads a wrong address");
   std::memset(m.memory.data() + to, 0xff, 16);
   m.now->open.push_back({m.memory.data() + to, from, valid});
 }
