@@ -8,6 +8,7 @@ namespace {
 
 constexpr int MOST_CODED = 1024;  // head dim of turbo sources
 constexpr int AHEAD = 8;          // tokens that are prefetched
+constexpr int64_t OUT_AHEAD = 2048;  // bytes of output, in whole tokens: more than that leaves the first cache again
 
 enum Coding : int64_t { RAW = 0, FP8 = 1, INT8 = 2, TURBO2 = 10, TURBO3 = 11, TURBO4 = 12 };
 
@@ -120,6 +121,14 @@ template <class S, class D> struct Side {
       for (int i = 0; i < m.dim; i += int(64 / sizeof(S))) __builtin_prefetch(x + AHEAD * m.source_stride + i);
   }
 
+  // A store waits until its line was read. Slots that are not in a run are left alone.
+  BLENDKV_INLINE void prefetch_out(int64_t slot) const {
+    int64_t ahead = most<int64_t>(1, OUT_AHEAD / (a.heads * m.dim * int64_t(sizeof(D))));
+    const D* next = reinterpret_cast<const D*>(m.out) + (slot + ahead) * m.out_stride;
+    for (int64_t head = 0; head < a.heads; ++head, next += m.out_head_stride)
+      for (int i = 0; i < m.dim; i += int(64 / sizeof(D))) __builtin_prefetch(next + i, 1);
+  }
+
   template <bool BIAS> BLENDKV_INLINE void move(Heads<S, D>& heads, int64_t token) const {
     int dim = int(m.dim), from = int(a.offset), dims = int(a.rotated);
     if constexpr (sizeof(S) == sizeof(D) && !BIAS) {
@@ -152,6 +161,7 @@ template <class S, class D> struct Side {
       int64_t slot = slots ? slots[token] : a.first_slot + token;
       if (slot < 0) continue;
       heads.out = reinterpret_cast<D*>(m.out);
+      if (!slots && !a.block_size) prefetch_out(slot);
       if (a.block_size) heads.out += slot / a.block_size * m.out_block_stride + slot % a.block_size * m.out_stride;
       else heads.out += slot * m.out_stride;
       heads.scales = reinterpret_cast<const float*>(m.scale) + token * a.heads;
