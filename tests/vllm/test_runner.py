@@ -75,7 +75,8 @@ def test_runner_equality(tiny_checkpoint, family):
         plain = llm.generate([{"prompt_token_ids": world.prompt.token_ids.tolist()}], sampling, use_tqdm=False)[0]
         ranked = exact[-1].log_softmax(-1)
         for token, found in plain.outputs[0].logprobs[0].items():
-            assert abs(found.logprob - float(ranked[token])) < 1e-4
+            # In float32 either side is up to 6e-5 from float64.
+            assert abs(found.logprob - float(ranked[token])) < 3e-4
         bad = world.source()
         bad.readers = [bad.readers[0], *(garbage(r) for r in bad.readers[1:-1]), None]
         spoilt, _ = last_logits(theirs, world, BlendSettings("strided", 0.0), bad)
