@@ -116,7 +116,9 @@ def run(op: str, device: torch.device, *args: Any, **kwargs: Any) -> Any:
             return _module(op, backend).run(*args, **kwargs)
         if _passed_over.get((op, backend)) != reason:
             _passed_over[op, backend] = reason
-            log.info("%s is not computed by %s here: %s", op, backend, reason)
+            # Without its C++, a CPU is several times slower: that is worth more than a note.
+            level = logging.WARNING if backend == "cpu" and backends.why_not("cpu") else logging.INFO
+            log.log(level, "%s is not computed by %s here: %s", op, backend, reason)
     raise InputError(f"no backend computes {op} on {device}: {_passed_over.get((op, 'torch'))}")
 
 

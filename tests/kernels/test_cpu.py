@@ -29,7 +29,8 @@ from blendkv.kernels.testing import (
     scatter_case,
 )  # fmt: skip
 
-pytestmark = pytest.mark.skipif(build.why_not("cpu") is not None, reason=str(build.why_not("cpu")))
+# Without a compiler there is nothing to test; sources that a compiler refuses are a failure.
+pytestmark = pytest.mark.skipif((build.why_not("cpu") or "").startswith("no compiler"), reason="no C++ compiler")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(0, 5), (1, 1), (1, 300), (31, 31), (63, 200), (130, 400)]
 FEATURES = [
