@@ -148,5 +148,16 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture
 def text(rng: np.random.Generator) -> Callable[[int], list[int]]:
-    """Random tokens from a large vocabulary: no run of them comes twice."""
-    return lambda tokens: rng.integers(3, 40_000, tokens).tolist()
+    """Random tokens, none of which comes twice in a test: what touches a chunk never happens to continue it.
+
+    All are even, so that a token changed by one is no other's either.
+    """
+    left = (2 * rng.permutation(np.arange(2, 500_000))).tolist()
+
+    def take(tokens: int) -> list[int]:
+        assert tokens <= len(left), "the test asks for more tokens than there are"
+        taken = left[:tokens]
+        del left[:tokens]
+        return taken
+
+    return take
