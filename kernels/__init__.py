@@ -4,21 +4,31 @@ An op is called from here; `blendkv.kernels.dispatch` picks the backend that com
 """
 
 from blendkv.kernels.budget import topk_by_budget
-from blendkv.kernels.ops import attention_mass, chunk_prefill, kv_deviation, rope_shift_scatter, selected_attention
+from blendkv.kernels.ops import (
+    attention_mass,
+    chunk_prefill,
+    kv_deviation,
+    rope_shift_scatter,
+    rope_shift_scatter_all,
+    selected_attention,
+)
 from blendkv.kernels.rotation import RopeTable, rope_table, rotate, unrotate
-from blendkv.kernels.types import AttentionOutput, AttentionParams, Encoded, Paged, Statistic
+from blendkv.kernels.types import AttentionOutput, AttentionParams, Encoded, Move, Paged, Statistic, Trend
 
 __all__ = [
     "AttentionOutput",
     "AttentionParams",
     "Encoded",
+    "Move",
     "Paged",
     "RopeTable",
     "Statistic",
+    "Trend",
     "attention_mass",
     "chunk_prefill",
     "kv_deviation",
     "rope_shift_scatter",
+    "rope_shift_scatter_all",
     "rope_table",
     "rotate",
     "selected_attention",

@@ -16,10 +16,13 @@ def refuse(name: str, given: object, allowed: str) -> InputError:
 
 def shape(name: str, tensor: torch.Tensor, *wanted: int | None) -> None:
     """Check the number of dimensions, and every size that is not None."""
-    given = tuple(tensor.shape)
-    if len(given) != len(wanted) or any(w is not None and g != w for g, w in zip(given, wanted, strict=True)):
-        text = ", ".join("*" if w is None else str(w) for w in wanted)
-        raise refuse(name, f"of shape {list(given)}", f"[{text}]")
+    given = tensor.shape
+    if given == wanted:
+        return
+    if len(given) == len(wanted) and all(w is None or g == w for g, w in zip(given, wanted, strict=True)):
+        return
+    text = ", ".join("*" if w is None else str(w) for w in wanted)
+    raise refuse(name, f"of shape {list(given)}", f"[{text}]")
 
 
 def dtype(name: str, tensor: torch.Tensor, *allowed: torch.dtype) -> None:

@@ -17,7 +17,7 @@ from blendkv.kernels.types import Paged
 
 ATTENTION = Struct("@7q8q3q7q9q2d").pack
 MASS = Struct("@8q4q3q8q2d").pack
-SCATTER = Struct("@17q17q7q6q").pack
+SCATTER = Struct("@17q17q7q7q").pack
 DEVIATION = Struct("@20q").pack
 DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_DIM = 256

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
+from blendkv.errors import InputError
 from blendkv.kernels import checks, dispatch
 from blendkv.kernels.checks import FLOATS, refuse
 from blendkv.kernels.rotation import RopeTable
-from blendkv.kernels.types import BITS, AttentionOutput, AttentionParams, Encoded, Paged, Statistic
+from blendkv.kernels.types import BITS, AttentionOutput, AttentionParams, Encoded, Move, Paged, Statistic, Trend
 
 INTEGERS = (torch.int32, torch.int64)
+STORED = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+"""Dtypes of encoded sources; those of packed indices are uint8."""
 
 
 def _check_params(params: AttentionParams, q: torch.Tensor) -> None:
@@ -210,40 +214,86 @@ def chunk_prefill(
     return dispatch.run("prefill", q.device, q, k, v, lengths, params, before)
 
 
-def _check_source(name: str, source: torch.Tensor | Encoded) -> tuple[int, int, int]:
-    """Tokens, heads and head dim of K or V as stored."""
+def _check_source(name: str, source: torch.Tensor | Encoded, tokens: int | None, heads: int, dim: int) -> int:
+    """Check K or V as stored; returns its tokens."""
     if isinstance(source, torch.Tensor):
-        checks.shape(name, source, None, None, None)
+        sizes = source.shape
+        if len(sizes) != 3 or sizes[1:] != (heads, dim) or tokens not in (None, sizes[0]):
+            checks.shape(name, source, tokens, heads, dim)
         checks.dtype(name, source, *FLOATS)
-        tokens, heads, dim = source.shape
-        return tokens, heads, dim
+        return sizes[0]
     bits = BITS.get(source.codec, 8)
-    tokens, heads = source.data.shape[:2]
     if source.codec == "raw" or (source.codec not in BITS and source.codec not in ("fp8", "int8")):
         raise refuse(f"{name}.codec", repr(source.codec), ", ".join(("fp8", "int8", *BITS)) + "; raw is a plain tensor")
-    checks.shape(f"{name}.data", source.data, tokens, heads, source.dim * bits // 8)
-    wanted = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(source.codec, torch.uint8)
-    checks.dtype(f"{name}.data", source.data, wanted)
-    block = source.dim & -source.dim
-    blocks = source.dim // block if source.codec in BITS else 1
-    checks.shape(f"{name}.scale", source.scale, tokens, heads, blocks)
+    if source.dim != dim:
+        raise refuse(f"{name}.dim", source.dim, f"{dim}, that of {name}_out")
+    checks.shape(f"{name}.data", source.data, tokens, heads, dim * bits // 8)
+    checks.dtype(f"{name}.data", source.data, STORED.get(source.codec, torch.uint8))
+    blocks = dim // (dim & -dim) if source.codec in BITS else 1
+    checks.shape(f"{name}.scale", source.scale, source.data.shape[0], heads, blocks)
     checks.dtype(f"{name}.scale", source.scale, torch.float32)
     if source.codec in BITS:
         if source.signs is None or source.codebook is None:
             raise refuse(f"{name}.signs and {name}.codebook", "missing", f"tensors, for {source.codec}")
-        checks.shape(f"{name}.signs", source.signs, source.dim)
+        checks.shape(f"{name}.signs", source.signs, dim)
         checks.shape(f"{name}.codebook", source.codebook, 2**bits)
-    return tokens, heads, source.dim
+    return source.data.shape[0]
 
 
-def _check_bias(name: str, bias: torch.Tensor | None, tokens: int, heads: int, dim: int) -> None:
-    if bias is None:
-        return
-    checks.dtype(name, bias, torch.float32, torch.float64)
-    if bias.dim() == 2:
+def _check_bias(name: str, bias: torch.Tensor | Trend, tokens: int, heads: int, dim: int) -> None:
+    if isinstance(bias, torch.Tensor):
         checks.shape(name, bias, heads, dim)
+        checks.dtype(name, bias, torch.float32)
+        return
+    constant, slope, along = bias.constant, bias.slope, bias.along
+    if (
+        constant.shape == slope.shape == (heads, dim)
+        and along.shape == (tokens,)
+        and constant.dtype == slope.dtype == along.dtype == torch.float32
+    ):
+        return  # the names below are put together for errors alone: a chunk and layer has two trends
+    for part, tensor, wanted in (
+        ("constant", constant, (heads, dim)),
+        ("slope", slope, (heads, dim)),
+        ("along", along, (tokens,)),
+    ):
+        checks.shape(f"{name}.{part}", tensor, *wanted)
+        checks.dtype(f"{name}.{part}", tensor, torch.float32)
+
+
+def _places(name: str, out: torch.Tensor) -> tuple[int, ...]:
+    """Sizes of an output's places: of a contiguous one, or of blocks."""
+    if out.dim() not in (3, 4):
+        raise refuse(name, f"of {out.dim()} dimensions", "3 (contiguous) or 4 (paged)")
+    checks.dtype(name, out, *FLOATS)
+    return out.shape[:-2]
+
+
+def _check_slots(slots: torch.Tensor | int, tokens: int, places: int) -> None:
+    if isinstance(slots, int):
+        if not 0 <= slots <= places - tokens:
+            raise refuse("slots", slots, f"0 to {places - tokens}, to hold {tokens} tokens in {places} places")
     else:
-        checks.shape(name, bias, tokens, heads, dim)
+        checks.shape("slots", slots, tokens)
+        checks.dtype("slots", slots, torch.int64)
+        if slots.device.type == "cpu" and tokens and int(slots.max()) >= places:
+            raise refuse("slots", f"up to {int(slots.max())}", f"below the output's {places} places")
+
+
+def _check_move(move: Move, places: int, heads: int, k_dim: int, v_dim: int) -> None:
+    k, v, table, slots, k_bias, v_bias = move
+    tokens = _check_source("k", k, None, heads, k_dim)
+    _check_source("v", v, tokens, heads, v_dim)
+    if table is not None:
+        rotated = table.cos.shape[-1]
+        checks.shape("table.cos", table.cos, tokens, 1, rotated)
+        if table.offset + rotated > k_dim:
+            raise refuse("table", f"of {rotated} dims from {table.offset}", f"dims within a head's {k_dim}")
+    if k_bias is not None:
+        _check_bias("k_bias", k_bias, tokens, heads, k_dim)
+    if v_bias is not None:
+        _check_bias("v_bias", v_bias, tokens, heads, v_dim)
+    _check_slots(slots, tokens, places)
 
 
 def rope_shift_scatter(
@@ -254,8 +304,8 @@ def rope_shift_scatter(
     v_out: torch.Tensor,
     slots: torch.Tensor | int,
     *,
-    k_bias: torch.Tensor | None = None,
-    v_bias: torch.Tensor | None = None,
+    k_bias: torch.Tensor | Trend | None = None,
+    v_bias: torch.Tensor | Trend | None = None,
 ) -> None:
     """Decode stored K and V, add the chunk's shift, rotate K to its new positions, and write both where they belong.
 
@@ -275,40 +325,43 @@ def rope_shift_scatter(
         ``[tokens]`` int64: the place of every token in the output, ``block * block_size + offset`` where it is paged;
         negative ones are not written. An int is the first of a run.
     k_bias, v_bias
-        The shift, ``[kv_heads, dim]`` or ``[tokens, kv_heads, dim]`` float32.
+        The shift: ``[kv_heads, dim]`` float32, or a `Trend`.
 
     Raises
     ------
     InputError
         Naming the argument that does not fit. Slots themselves are not checked on a GPU.
     """
-    tokens, heads, dim = _check_source("k", k)
-    same = _check_source("v", v)
-    if same[:2] != (tokens, heads):
-        raise refuse("v", f"of {same[0]} tokens and {same[1]} heads", f"those of k, {tokens} and {heads}")
-    for name, out, wide in (("k_out", k_out, dim), ("v_out", v_out, same[2])):
-        checks.shape(name, out, *([None] * (out.dim() - 2)), heads, wide)
-        if out.dim() not in (3, 4):
-            raise refuse(name, f"of {out.dim()} dimensions", "3 (contiguous) or 4 (paged)")
-        checks.dtype(name, out, *FLOATS)
-    if k_out.shape[:-2] != v_out.shape[:-2]:
-        raise refuse("v_out", f"of {list(v_out.shape[:-2])} places", f"those of k_out, {list(k_out.shape[:-2])}")
-    if table is not None:
-        checks.shape("table.cos", table.cos, tokens, 1, None)
-        if table.offset + table.cos.shape[-1] > dim:
-            raise refuse("table", f"of {table.cos.shape[-1]} dims from {table.offset}", f"dims within a head's {dim}")
-    _check_bias("k_bias", k_bias, tokens, heads, dim)
-    _check_bias("v_bias", v_bias, tokens, heads, same[2])
-    places = k_out.shape[:-2].numel()
-    if isinstance(slots, int):
-        if not 0 <= slots <= places - tokens:
-            raise refuse("slots", slots, f"0 to {places - tokens}, to hold {tokens} tokens in {places} places")
-    else:
-        checks.shape("slots", slots, tokens)
-        checks.dtype("slots", slots, torch.int64)
-        if slots.device.type == "cpu" and tokens and int(slots.max()) >= places:
-            raise refuse("slots", f"up to {int(slots.max())}", f"below the output's {places} places")
-    dispatch.run("scatter", k_out.device, k, v, table, k_out, v_out, slots, k_bias, v_bias)
+    rope_shift_scatter_all((Move(k, v, table, slots, k_bias, v_bias),), k_out, v_out)
+
+
+def rope_shift_scatter_all(moves: Sequence[Move], k_out: torch.Tensor, v_out: torch.Tensor) -> None:
+    """`rope_shift_scatter` of several chunks into the same K and V: what a call costs is then paid once per layer.
+
+    Parameters
+    ----------
+    moves
+        The chunks, whose slots must not overlap.
+    k_out, v_out
+        As for `rope_shift_scatter`.
+
+    Raises
+    ------
+    InputError
+        Naming the chunk, where there are several, and the argument that does not fit.
+    """
+    sizes = _places("k_out", k_out)
+    others, heads = _places("v_out", v_out), k_out.shape[-2]
+    if others != sizes:
+        raise refuse("v_out", f"of {list(others)} places", f"those of k_out, {list(sizes)}")
+    checks.shape("v_out", v_out, *sizes, heads, v_out.shape[-1])
+    limits = math.prod(sizes), heads, k_out.shape[-1], v_out.shape[-1]
+    for index, move in enumerate(moves):
+        try:
+            _check_move(move, *limits)
+        except InputError as error:
+            raise InputError(f"moves[{index}]: {error}") if len(moves) > 1 else error  # noqa: B904
+    dispatch.run("scatter", k_out.device, moves, k_out, v_out)
 
 
 def kv_deviation(

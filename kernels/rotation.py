@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -24,6 +25,15 @@ class RopeTable:
     magnitude2: torch.Tensor
     pairing: Pairing
     offset: int = 0
+
+    @cached_property
+    def packed(self) -> torch.Tensor:
+        """The cos and sin of every pair once, side by side: ``[positions, dims]``, the bytes of one of the two tables.
+
+        Of ``half`` pairs alone, whose second members' sine has the sign that the pair's has.
+        """
+        half = self.cos.shape[-1] // 2
+        return torch.cat((self.cos[:, 0, half:], self.sin[:, 0, half:]), -1)
 
     def rows(self, index: torch.Tensor | slice) -> RopeTable:
         """The table of some of the positions."""

@@ -22,7 +22,7 @@ from blendkv.kernels.attention import reference as attention_reference
 from blendkv.kernels.mass import reference as mass_reference
 from blendkv.kernels.ops import attention_mass, kv_deviation, rope_shift_scatter, selected_attention
 from blendkv.kernels.rotation import RopeTable, rope_table
-from blendkv.kernels.types import AttentionOutput, AttentionParams, Codec, Encoded, Paged, Statistic
+from blendkv.kernels.types import AttentionOutput, AttentionParams, Codec, Encoded, Paged, Statistic, Trend
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Allowed beside twice plain torch's error, relative to the largest value: one unit of rounding of the result."""
@@ -238,8 +238,8 @@ class ScatterCase:
     k_out: torch.Tensor
     v_out: torch.Tensor
     slots: torch.Tensor | int
-    k_bias: torch.Tensor | None
-    v_bias: torch.Tensor | None
+    k_bias: torch.Tensor | Trend | None
+    v_bias: torch.Tensor | Trend | None
 
 
 def scatter_case(
@@ -259,7 +259,7 @@ def scatter_case(
     run: bool = False,
     device: str = "cpu",
 ) -> ScatterCase:
-    """A random case; ``bias`` is ``none``, ``span`` or ``token``; a tenth of the slots are not written."""
+    """A random case; ``bias`` is ``none``, ``span`` or ``trend``; a tenth of the slots are not written."""
     torch.manual_seed(rng.randrange(1 << 30))
     wide = v_dim or head_dim
     k, v = torch.randn(heads, tokens, head_dim).transpose(0, 1), torch.randn(tokens, heads, wide)
@@ -279,9 +279,15 @@ def scatter_case(
         form = (places // block, heads, block, width) if paged else (heads, places, width)
         out = torch.full(form, math.nan, dtype=dtype, device=device)
         outs.append(out.transpose(1, 2) if paged else out.transpose(0, 1))
-    form2 = {"none": None, "span": (heads,), "token": (tokens, heads)}[bias]
-    biases = [None if form2 is None else torch.randn(*form2, width, device=device) for width in (head_dim, wide)]
+    biases = [_bias(bias, tokens, heads, width, device) for width in (head_dim, wide)]
     return ScatterCase(sources[0], sources[1], table, outs[0], outs[1], slots, biases[0], biases[1])
+
+
+def _bias(kind: str, tokens: int, heads: int, dim: int, device: str) -> torch.Tensor | Trend | None:
+    if kind == "none":
+        return None
+    constant, slope = torch.randn(2, heads, dim, device=device)
+    return constant if kind == "span" else Trend(constant, slope, torch.randn(tokens, device=device))
 
 
 def _move(source: Encoded, device: str) -> Encoded:

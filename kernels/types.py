@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
+
+from blendkv.kernels.rotation import RopeTable
 
 Statistic = Literal["max", "mean"]
 Codec = Literal["raw", "fp8", "int8", "turbo4", "turbo3", "turbo2"]
@@ -25,6 +27,23 @@ class AttentionParams:
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Trend:
+    """A shift that changes along a chunk: token t's is ``constant + along[t] * slope``.
+
+    ``constant`` and ``slope`` are ``[kv_heads, head_dim]`` and ``along`` is ``[tokens]``, all float32. Written out for
+    every token it would be twice the bytes of the K or V in 16 bits that it is added to.
+    """
+
+    constant: torch.Tensor
+    slope: torch.Tensor
+    along: torch.Tensor
+
+    def per_token(self) -> torch.Tensor:
+        """The shift written out, ``[tokens, kv_heads, head_dim]``."""
+        return torch.addcmul(self.constant, self.along[:, None, None], self.slope)
 
 
 @dataclass(frozen=True)
@@ -78,3 +97,14 @@ class Encoded:
     dim: int
     signs: torch.Tensor | None = None
     codebook: torch.Tensor | None = None
+
+
+class Move(NamedTuple):
+    """A chunk on its way into a layer's K and V: the arguments of `rope_shift_scatter` beside the outputs."""
+
+    k: torch.Tensor | Encoded
+    v: torch.Tensor | Encoded
+    table: RopeTable | None
+    slots: torch.Tensor | int
+    k_bias: torch.Tensor | Trend | None = None
+    v_bias: torch.Tensor | Trend | None = None

@@ -12,18 +12,15 @@ import torch
 from blendkv.blend.layout import Layout, Span
 from blendkv.blend.rotation import RopeTables
 from blendkv.engines.base import KVSink, KVSource, ModelRunner
-from blendkv.kernels import RopeTable, rope_shift_scatter
+from blendkv.kernels import Move, RopeTable, Trend, rope_shift_scatter_all
 
 
 @dataclass(frozen=True)
 class Shift:
-    """What is added to a span's stored K (before RoPE) and V, float32.
+    """What is added to a span's stored K (before RoPE) and V: ``[kv_heads, head_dim]`` float32, or a trend."""
 
-    ``k`` and ``v`` are ``[kv_heads, head_dim]`` for a constant, or ``[tokens, kv_heads, head_dim]``.
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor
+    k: torch.Tensor | Trend
+    v: torch.Tensor | Trend
 
 
 class Context:
@@ -72,12 +69,12 @@ class Context:
         began = time.perf_counter()
         table = self.tables.layer(layer)
         all_k, all_v = self.sink.buffer(layer, self.layout.total)
+        moves = []
         for span in self.layout.stored:
-            stored_k, stored_v = stored[span.index]
             shift = shifts.get(span.index) if shifts else None
-            k_bias, v_bias = (None, None) if shift is None else (shift.k, shift.v)
-            own = self._rows_of(table, span)
-            rope_shift_scatter(stored_k, stored_v, own, all_k, all_v, span.start, k_bias=k_bias, v_bias=v_bias)
+            biases = (None, None) if shift is None else (shift.k, shift.v)
+            moves.append(Move(*stored[span.index], self._rows_of(table, span), span.start, *biases))
+        rope_shift_scatter_all(moves, all_k, all_v)
         all_k.index_copy_(0, rows, k)
         all_v.index_copy_(0, rows, v)
         self.seconds["rotate"] += time.perf_counter() - began

@@ -28,7 +28,7 @@ import torch
 from blendkv.blend.context import Shift
 from blendkv.blend.layout import Layout, Span
 from blendkv.blend.rotation import RopeTables, RowTables
-from blendkv.kernels import unrotate
+from blendkv.kernels import Trend, unrotate
 
 ShiftKind = Literal["off", "mean", "js", "eb", "trend"]
 SHIFT_KINDS: tuple[ShiftKind, ...] = ("off", "mean", "js", "eb", "trend")
@@ -91,10 +91,8 @@ class ShiftEstimator:
         logs = [torch.log1p(local.float()) for local in self._local]
         self._regressor = torch.cat([log - log.mean() for log in logs])[:, None, None]
         self._along = [
-            (
-                torch.log1p(torch.arange(len(span), device=device, dtype=torch.float32)).clamp_(log[0], log[-1])
-                - log.mean()
-            )[:, None, None]
+            torch.log1p(torch.arange(len(span), device=device, dtype=torch.float32)).clamp_(log[0], log[-1])
+            - log.mean()
             for (span, _), log in zip(self._spans, logs, strict=True)
         ]
 
@@ -125,7 +123,7 @@ class ShiftEstimator:
         if layer >= self._late:
             constant[0], slopes[0] = constant[0] * LATE_K, slopes[0] * LATE_K
         return {
-            i: Shift(*(torch.addcmul(c[n], self._along[n], slope) for c, slope in zip(constant, slopes, strict=True)))
+            i: Shift(*(Trend(c[n], slope, self._along[n]) for c, slope in zip(constant, slopes, strict=True)))
             for n, i in enumerate(spans)
         }
 

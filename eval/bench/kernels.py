@@ -12,7 +12,8 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,12 +24,14 @@ from blendkv.eval.bench.memory import peak_extra_bytes
 from blendkv.kernels import (
     AttentionParams,
     Encoded,
+    Move,
+    Trend,
     attention_mass,
     backends,
     codes,
     dispatch,
     kv_deviation,
-    rope_shift_scatter,
+    rope_shift_scatter_all,
     rope_table,
     selected_attention,
     testing,
@@ -36,15 +39,19 @@ from blendkv.kernels import (
 from blendkv.kernels.types import Codec
 
 Call = Callable[[], object]
-CHUNKS = (512, 8192)
-"""Tokens that are scattered."""
+CHUNK = 512
+"""Tokens of a chunk that is moved: a blend moves all of a prompt's with one call per layer."""
 CODECS: tuple[Codec, ...] = ("raw", "int8", "turbo4")
 DENSE = 4096
 """Tokens of the dense causal baseline at most: its rate changes little beyond, its time quadruples."""
+ENCODED = 8192
+"""Tokens of encoded chunks at most: rates change little beyond, and plain torch takes seconds to decode them."""
 BEYOND_CACHES = 128 << 20
 """Bytes over which a memory-bound op is spread: a blend touches every layer's KV once, never twice in a row."""
 QUESTION = 32
 """Queries of a question, at the prompt's end."""
+BASELINE = "= "
+"""What the names of baselines begin with."""
 
 
 @dataclass(frozen=True)
@@ -131,16 +138,16 @@ def run_kernels(settings: KernelSettings, tell: Callable[[str], None] = lambda l
 def _measure(contest: Contest, settings: KernelSettings, tell: Callable[[str], None]) -> list[dict[str, Any]]:
     names = usable(contest.op, settings.device)
     errors = {name: contest.check(name) for name in names}
-    calls: dict[str, Call] = {f"= {b.name}": b.call for b in contest.baselines}
-    calls |= {name: _by(name, contest.call) for name in names}
+    calls: dict[str, Call] = {BASELINE + b.name: b.call for b in contest.baselines}
+    calls |= dict.fromkeys(names, contest.call)
     times = _times(calls, settings.repeats, settings.device)
-    memory = {name: peak_extra_bytes(calls[name]) if contest.memory else None for name in calls}
+    memory = {name: _memory(name, call) if contest.memory else None for name, call in calls.items()}
     rows = []
     for name in names:
         red = any(e.red for e in errors[name].values())
         middle = times[name]["p50"] * 1e-6
         for base in contest.baselines:
-            theirs = times[f"= {base.name}"]["p50"] * 1e-6
+            theirs = times[BASELINE + base.name]["p50"] * 1e-6
             ours = (contest.flops or contest.bytes_moved or 0.0) / middle
             ratio = theirs / middle if base.by == "time" else ours / (base.work / theirs)
             rows.append(
@@ -157,41 +164,45 @@ def _measure(contest: Contest, settings: KernelSettings, tell: Callable[[str], N
                     "error": {part: [e.ours, e.allowed] for part, e in errors[name].items()},
                     "red": red,
                     "extra_bytes": memory[name],
-                    "baseline_extra_bytes": memory[f"= {base.name}"],
+                    "baseline_extra_bytes": memory[BASELINE + base.name],
                 }
             )
     tell(f"{contest.op} {contest.shape}: " + ", ".join(f"{n} {times[n]['p50'] / 1e3:.2f} ms" for n in calls))
     return rows
 
 
-def _by(backend: str, call: Call) -> Call:
-    def forced() -> object:
-        with testing.forced(backend):
-            return call()
+def _backend(name: str) -> AbstractContextManager[None]:
+    """What a call's loop runs in; entered once per loop, since it takes as long as some calls."""
+    return nullcontext() if name.startswith(BASELINE) else testing.forced(name)
 
-    return forced
+
+def _memory(name: str, call: Call) -> int:
+    with _backend(name):
+        return peak_extra_bytes(call)
 
 
 def _times(calls: Mapping[str, Call], repeats: int, device: str) -> dict[str, dict[str, float]]:
     """Microseconds of every call, all in turn in each round; short ones are run several times a round."""
     wait = torch.cuda.synchronize if device.startswith("cuda") else (lambda: None)
 
-    def once(call: Call, loops: int) -> float:
-        wait()
-        began = time.perf_counter()
-        for _ in range(loops):
-            call()
-        wait()
-        return (time.perf_counter() - began) / loops * 1e6
+    def once(name: str, loops: int) -> float:
+        call = calls[name]
+        with _backend(name):
+            wait()
+            began = time.perf_counter()
+            for _ in range(loops):
+                call()
+            wait()
+            return (time.perf_counter() - began) / loops * 1e6
 
     loops = {}
-    for name, call in calls.items():
-        call()
-        loops[name] = max(1, min(200, int(20_000 / once(call, 1))))
+    for name in calls:
+        once(name, 1)
+        loops[name] = max(1, min(200, int(20_000 / once(name, 1))))
     seen: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
-        for name, call in calls.items():
-            seen[name].append(once(call, loops[name]))
+        for name in calls:
+            seen[name].append(once(name, loops[name]))
     return {name: _quantiles(values) for name, values in seen.items()}
 
 
@@ -208,9 +219,12 @@ def _contests(settings: KernelSettings) -> Iterator[Contest]:
         for size in settings.sizes:
             yield _attention(name, size, settings, rng)
             yield _mass(name, size, settings, rng)
-        for tokens in CHUNKS:
-            for codec in CODECS:
-                yield _scatter(name, tokens, codec, settings, rng)
+        for tokens in sorted({CHUNK, *settings.sizes}):
+            for codec in CODECS if tokens <= ENCODED else CODECS[:1]:
+                yield _scatter(name, [tokens], codec, settings, rng)
+            if tokens > CHUNK:
+                cuts = [min(CHUNK, tokens - start) for start in range(0, tokens, CHUNK)]
+                yield _scatter(name, cuts, "raw", settings, rng)
         yield _deviation(name, settings, rng)
 
 
@@ -290,35 +304,51 @@ def _mass(name: str, size: int, settings: KernelSettings, rng: random.Random) ->
     )
 
 
-def _scatter(name: str, tokens: int, codec: Codec, settings: KernelSettings, rng: random.Random) -> Contest:
-    shape, device = SHAPES[name], settings.device
-    raw = [torch.randn(tokens, shape.kv_heads, shape.head_dim).to(settings.dtype).to(device) for _ in range(2)]
-    sources: list[torch.Tensor | Encoded] = [t if codec == "raw" else codes.encode(t, codec) for t in raw]
-    loaded = sum(s.nbytes if isinstance(s, torch.Tensor) else s.data.nbytes + s.scale.nbytes for s in sources)
-    moved = float(loaded + sum(t.nbytes for t in raw))
-    layers = itertools.cycle(
-        [
-            ([_copy(s) for s in sources], [_heads(settings, tokens, shape.kv_heads, shape.head_dim) for _ in range(2)])
-            for _ in range(max(1, int(BEYOND_CACHES / moved)))
-        ]
-    )
+@dataclass(frozen=True)
+class Layer:
+    """Chunks of one layer and where they go."""
+
+    chunks: list[tuple[torch.Tensor | Encoded, torch.Tensor | Encoded]]
+    outs: list[torch.Tensor]
+
+
+def _layer(settings: KernelSettings, shape: Shape, lengths: Sequence[int], codec: Codec) -> Layer:
+    chunks = []
+    for tokens in lengths:
+        raw = (torch.randn(tokens, shape.kv_heads, shape.head_dim).to(settings.dtype).to(settings.device) for _ in "kv")
+        k, v = (t if codec == "raw" else codes.encode(t, codec) for t in raw)
+        chunks.append((k, v))
+    return Layer(chunks, [_heads(settings, sum(lengths), shape.kv_heads, shape.head_dim) for _ in "kv"])
+
+
+def _bytes(source: torch.Tensor | Encoded) -> int:
+    return source.nbytes if isinstance(source, torch.Tensor) else source.data.nbytes + source.scale.nbytes
+
+
+def _scatter(name: str, lengths: Sequence[int], codec: Codec, settings: KernelSettings, rng: random.Random) -> Contest:
+    """Chunks of some lengths side by side, under the most expensive shift, that of `head_query`."""
+    shape, device, tokens = SHAPES[name], settings.device, sum(lengths)
+    first = _layer(settings, shape, lengths, codec)
+    moved = sum(_bytes(t) for pair in first.chunks for t in pair) + sum(t.nbytes for t in first.outs)
+    copies = max(1, BEYOND_CACHES // moved)
+    layers = itertools.cycle([first, *(_layer(settings, shape, lengths, codec) for _ in range(copies - 1))])
     buffers = itertools.cycle(
-        [
-            [torch.zeros(int(moved) // 2, dtype=torch.uint8, device=device) for _ in range(2)]
-            for _ in range(max(1, int(BEYOND_CACHES / moved)))
-        ]
+        [[torch.zeros(moved // 2, dtype=torch.uint8, device=device) for _ in range(2)] for _ in range(copies)]
     )
     angle = torch.rand(tokens, shape.head_dim // 2, device=device) * 6.28
-    table = rope_table(angle.cos(), angle.sin(), "half")
-    biases = [torch.randn(shape.kv_heads, shape.head_dim, device=device) for _ in range(2)]
+    whole = rope_table(angle.cos(), angle.sin(), "half")
+    starts = itertools.accumulate(lengths[:-1], initial=0)
+    places = [(whole.rows(slice(start, start + n)), start) for start, n in zip(starts, lengths, strict=True)]
+    shifts = [[_trend(shape, length, device) for _ in "kv"] for length in lengths]
     case = testing.scatter_case(
-        rng, 200, head_dim=shape.head_dim, heads=shape.kv_heads, dtype=settings.dtype, codec=codec, bias="span",
+        rng, 200, head_dim=shape.head_dim, heads=shape.kv_heads, dtype=settings.dtype, codec=codec, bias="trend",
         run=True, device=device,
     )  # fmt: skip
 
     def move() -> None:
-        (k, v), (k_out, v_out) = next(layers)
-        rope_shift_scatter(k, v, table, k_out, v_out, 0, k_bias=biases[0], v_bias=biases[1])
+        layer = next(layers)
+        moves = [Move(*chunk, *place, *shift) for chunk, place, shift in zip(layer.chunks, places, shifts, strict=True)]
+        rope_shift_scatter_all(moves, *layer.outs)
 
     def copy() -> None:
         to, source = next(buffers)
@@ -326,18 +356,17 @@ def _scatter(name: str, tokens: int, codec: Codec, settings: KernelSettings, rng
 
     return Contest(
         "scatter",
-        f"{name}, {tokens} tokens, {codec}",
+        f"{name}, {tokens} tokens, {codec}" + (f", {len(lengths)} chunks" if len(lengths) > 1 else ""),
         move,
-        (Baseline("copy of as many bytes", copy, "rate", moved),),
+        (Baseline("copy of as many bytes", copy, "rate", float(moved)),),
         lambda backend: testing.check_scatter(backend, case),
-        bytes_moved=moved,
+        bytes_moved=float(moved),
     )
 
 
-def _copy(source: torch.Tensor | Encoded) -> torch.Tensor | Encoded:
-    if isinstance(source, torch.Tensor):
-        return source.clone()
-    return replace(source, data=source.data.clone(), scale=source.scale.clone())
+def _trend(shape: Shape, tokens: int, device: str) -> Trend:
+    constant, slope = torch.randn(2, shape.kv_heads, shape.head_dim, device=device)
+    return Trend(constant, slope, torch.rand(tokens, device=device))
 
 
 def _deviation(name: str, settings: KernelSettings, rng: random.Random) -> Contest:

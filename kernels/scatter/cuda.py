@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from struct import Struct
 
 import torch
@@ -9,14 +10,14 @@ import torch
 from blendkv.kernels import cuda_call
 from blendkv.kernels.codes import block_of
 from blendkv.kernels.rotation import RopeTable
-from blendkv.kernels.types import BITS, Encoded
+from blendkv.kernels.types import BITS, Encoded, Move, Trend
 
 _CODECS = {"fp8": 1, "int8": 2, **{name: 10 + bits for name, bits in BITS.items()}}
 _WIDEST = 256
 """A warp holds a whole vector of up to eight values per lane."""
 
 
-_PACK = Struct("@19q19q3q4q3q").pack
+_PACK = Struct("@20q20q3q4q3q").pack
 """``ScatterArgs`` of csrc/cuda/scatter.cu, two ``Side`` first."""
 
 
@@ -42,17 +43,13 @@ def _by_eights(
     return cuda_call.in_chunks(k_out) and cuda_call.in_chunks(v_out)
 
 
-def refuses(
-    k: torch.Tensor | Encoded,
-    v: torch.Tensor | Encoded,
-    table: RopeTable | None,
-    k_out: torch.Tensor,
-    v_out: torch.Tensor,
-    slots: torch.Tensor | int,
-    k_bias: torch.Tensor | None,
-    v_bias: torch.Tensor | None,
-) -> str | None:
+def refuses(moves: Sequence[Move], k_out: torch.Tensor, v_out: torch.Tensor) -> str | None:
     """Why the kernel cannot take these arguments; None if it can."""
+    return next((why for move in moves if (why := _refuses(move, k_out, v_out))), None)
+
+
+def _refuses(move: Move, k_out: torch.Tensor, v_out: torch.Tensor) -> str | None:
+    k, v, table, *_ = move
     floats = [t.dtype for t in (k, v, k_out, v_out) if isinstance(t, torch.Tensor)]
     unknown = [str(d) for d in floats if d not in cuda_call.CODES]
     if unknown:
@@ -67,39 +64,36 @@ def refuses(
 
 
 def _side(
-    source: torch.Tensor | Encoded, bias: torch.Tensor | None, out: torch.Tensor
+    source: torch.Tensor | Encoded, bias: torch.Tensor | Trend | None, out: torch.Tensor
 ) -> tuple[tuple[int, ...], list[torch.Tensor | None]]:
     """The fields of ``Side``, and the tensors that must live as long."""
     strides = out.stride()
-    shift = None if bias is None else cuda_call.packed(bias.float())
-    bias_row = 0 if shift is None or shift.dim() == 2 else shift.stride(0)
+    shift = (bias.constant, bias.slope, bias.along) if isinstance(bias, Trend) else (bias, None, None)
     place = (strides[0] if len(strides) == 4 else 0, *strides[-3:])
     kind = cuda_call.CODES[out.dtype]
     if isinstance(source, torch.Tensor):
         parts: list[torch.Tensor | None] = [source, None, None, None]
         row, head, value = source.stride()
-        form = (source.shape[-1], row, head, value, 1, bias_row)
+        form = (source.shape[-1], row, head, value, 1)
         codec = (0, cuda_call.CODES[source.dtype], kind)
     else:
         given = (source.data.view(torch.uint8), source.scale, source.signs, source.codebook)
         parts = [None if t is None else cuda_call.packed(t) for t in given]
-        form = (source.dim, 0, 0, 0, block_of(source.dim), bias_row)
+        form = (source.dim, 0, 0, 0, block_of(source.dim))
         codec = (_CODECS[source.codec], 0, kind)
-    kept = [*parts, shift]
+    kept = [*parts, *(None if t is None else cuda_call.packed(t) for t in shift)]
     return (*map(cuda_call.address, kept), out.data_ptr(), *form, *place, *codec), kept
 
 
-def run(
-    k: torch.Tensor | Encoded,
-    v: torch.Tensor | Encoded,
-    table: RopeTable | None,
-    k_out: torch.Tensor,
-    v_out: torch.Tensor,
-    slots: torch.Tensor | int,
-    k_bias: torch.Tensor | None,
-    v_bias: torch.Tensor | None,
-) -> None:
-    """See `blendkv.kernels.rope_shift_scatter`."""
+def run(moves: Sequence[Move], k_out: torch.Tensor, v_out: torch.Tensor) -> None:
+    """See `blendkv.kernels.rope_shift_scatter_all`."""
+    for move in moves:
+        _move(move, k_out, v_out)
+
+
+def _move(move: Move, k_out: torch.Tensor, v_out: torch.Tensor) -> None:
+    """One chunk."""
+    k, v, table, slots, k_bias, v_bias = move
     tokens = len(k.data if isinstance(k, Encoded) else k)
     if tokens == 0 or k_out.shape[-2] == 0:
         return

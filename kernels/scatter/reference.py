@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from blendkv.kernels.codes import decode
 from blendkv.kernels.rotation import RopeTable
-from blendkv.kernels.types import Encoded
+from blendkv.kernels.types import Move, Trend
 
 
 def refuses(*args: object, **kwargs: object) -> str | None:
@@ -14,20 +16,17 @@ def refuses(*args: object, **kwargs: object) -> str | None:
     return None
 
 
-def run(
-    k: torch.Tensor | Encoded,
-    v: torch.Tensor | Encoded,
-    table: RopeTable | None,
-    k_out: torch.Tensor,
-    v_out: torch.Tensor,
-    slots: torch.Tensor | int,
-    k_bias: torch.Tensor | None,
-    v_bias: torch.Tensor | None,
-) -> None:
-    """See `blendkv.kernels.rope_shift_scatter`."""
+def run(moves: Sequence[Move], k_out: torch.Tensor, v_out: torch.Tensor) -> None:
+    """See `blendkv.kernels.rope_shift_scatter_all`."""
+    for move in moves:
+        _move(move, k_out, v_out)
+
+
+def _move(move: Move, k_out: torch.Tensor, v_out: torch.Tensor) -> None:
+    """One chunk."""
+    k, v, table, slots, k_bias, v_bias = move
     keys, values = decode(k).double(), decode(v).double()
-    keys = keys if k_bias is None else keys + k_bias
-    values = values if v_bias is None else values + v_bias
+    keys, values = _shifted(keys, k_bias), _shifted(values, v_bias)
     for token in range(len(keys)):
         slot = slots + token if isinstance(slots, int) else int(slots[token])
         if slot < 0:
@@ -35,6 +34,13 @@ def run(
         place = (slot,) if k_out.dim() == 3 else divmod(slot, k_out.shape[1])
         k_out[place] = _turn(keys[token], table, token).to(k_out.dtype)
         v_out[place] = values[token].to(v_out.dtype)
+
+
+def _shifted(vectors: torch.Tensor, bias: torch.Tensor | Trend | None) -> torch.Tensor:
+    """Every token's vectors and what is added to them."""
+    if isinstance(bias, Trend):
+        return vectors + bias.constant + bias.along.double()[:, None, None] * bias.slope
+    return vectors if bias is None else vectors + bias
 
 
 def _turn(vectors: torch.Tensor, table: RopeTable | None, token: int) -> torch.Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from blendkv.kernels.codes import decode
-from blendkv.kernels.rotation import RopeTable, rotate
-from blendkv.kernels.types import Encoded
+from blendkv.kernels.rotation import rotate
+from blendkv.kernels.types import Move, Trend
 
 
 def refuses(*args: object, **kwargs: object) -> str | None:
@@ -14,18 +16,17 @@ def refuses(*args: object, **kwargs: object) -> str | None:
     return None
 
 
-def run(
-    k: torch.Tensor | Encoded,
-    v: torch.Tensor | Encoded,
-    table: RopeTable | None,
-    k_out: torch.Tensor,
-    v_out: torch.Tensor,
-    slots: torch.Tensor | int,
-    k_bias: torch.Tensor | None,
-    v_bias: torch.Tensor | None,
-) -> None:
-    """See `blendkv.kernels.rope_shift_scatter`."""
+def run(moves: Sequence[Move], k_out: torch.Tensor, v_out: torch.Tensor) -> None:
+    """See `blendkv.kernels.rope_shift_scatter_all`."""
+    for move in moves:
+        _move(move, k_out, v_out)
+
+
+def _move(move: Move, k_out: torch.Tensor, v_out: torch.Tensor) -> None:
+    """One chunk."""
+    k, v, table, slots, k_bias, v_bias = move
     keys, values = decode(k), decode(v)
+    k_bias, v_bias = (bias.per_token() if isinstance(bias, Trend) else bias for bias in (k_bias, v_bias))
     if isinstance(slots, int) and k_out.dim() == 3:
         place = slice(slots, slots + len(keys))
         rotate(keys, table, bias=k_bias, out=k_out[place])

@@ -10,13 +10,15 @@ log2(width) steps would move the tile through shared memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 
 from blendkv.kernels import codes, jit
 from blendkv.kernels.rotation import RopeTable
 from blendkv.kernels.scatter.triton_kernels import scatter
-from blendkv.kernels.types import BITS, Encoded
+from blendkv.kernels.types import BITS, Encoded, Move, Trend
 
 WIDEST = 512
 """Largest head dim: a program keeps a few tiles of tokens x half the dims in registers."""
@@ -30,18 +32,14 @@ SIDE_BY_SIDE = 4
 """Programs per multiprocessor from which on one program takes all heads, and reads cos and sin once."""
 
 
-def refuses(
-    k: torch.Tensor | Encoded,
-    v: torch.Tensor | Encoded,
-    table: RopeTable | None,
-    k_out: torch.Tensor,
-    v_out: torch.Tensor,
-    slots: torch.Tensor | int,
-    k_bias: torch.Tensor | None,
-    v_bias: torch.Tensor | None,
-) -> str | None:
+def refuses(moves: Sequence[Move], k_out: torch.Tensor, v_out: torch.Tensor) -> str | None:
     """Float64, head dims above 512, an odd number of rotated dims, and tensors that are not on one GPU."""
-    parts: list[torch.Tensor | None] = [k_bias, v_bias, None if isinstance(slots, int) else slots]
+    return next((why for move in moves if (why := _refuses(move, k_out, v_out))), None)
+
+
+def _refuses(move: Move, k_out: torch.Tensor, v_out: torch.Tensor) -> str | None:
+    k, v, table, slots, k_bias, v_bias = move
+    parts: list[torch.Tensor | None] = [*_shift(k_bias), *_shift(v_bias), None if isinstance(slots, int) else slots]
     for source in (k, v):
         if isinstance(source, Encoded):
             parts += [source.scale, source.signs, source.codebook]
@@ -55,17 +53,15 @@ def refuses(
     return jit.unusable([k_out, v_out, *(s.data if isinstance(s, Encoded) else s for s in (k, v))], parts)
 
 
-def run(
-    k: torch.Tensor | Encoded,
-    v: torch.Tensor | Encoded,
-    table: RopeTable | None,
-    k_out: torch.Tensor,
-    v_out: torch.Tensor,
-    slots: torch.Tensor | int,
-    k_bias: torch.Tensor | None,
-    v_bias: torch.Tensor | None,
-) -> None:
-    """See `blendkv.kernels.rope_shift_scatter`."""
+def run(moves: Sequence[Move], k_out: torch.Tensor, v_out: torch.Tensor) -> None:
+    """See `blendkv.kernels.rope_shift_scatter_all`."""
+    for move in moves:
+        _chunk(move, k_out, v_out)
+
+
+def _chunk(move: Move, k_out: torch.Tensor, v_out: torch.Tensor) -> None:
+    """One chunk."""
+    k, v, table, slots, k_bias, v_bias = move
     _move(k, table, k_out, slots, k_bias)
     _move(v, None, v_out, slots, v_bias)
 
@@ -75,7 +71,7 @@ def _move(
     table: RopeTable | None,
     out: torch.Tensor,
     slots: torch.Tensor | int,
-    bias: torch.Tensor | None,
+    bias: torch.Tensor | Trend | None,
 ) -> None:
     """K or V."""
     data, scale, signs, codebook, codec, bits = _parts(source)
@@ -87,16 +83,19 @@ def _move(
     groups = 1 if blocks >= SIDE_BY_SIDE * jit.cores(out.device) else heads
     cos, sin = (None, None) if table is None else (table.cos, table.sin)
     places = out.shape[:-2].numel()
+    constant, slope, along = _shift(bias)
     with jit.on(out.device):
         scatter[(blocks * groups,)](
-            data, scale, signs, codebook, cos, sin, bias, None if isinstance(slots, int) else slots, out,
-            data.stride(), (0, 0, 0) if scale is None else scale.stride(), _pair(cos), _pair(sin), _triple(bias),
+            data, scale, signs, codebook, cos, sin, constant, slope, along,
+            None if isinstance(slots, int) else slots, out,
+            data.stride(), (0, 0, 0) if scale is None else scale.stride(), _pair(cos), _pair(sin),
             out.stride() if out.dim() == 4 else (0, *out.stride()),
             slots if isinstance(slots, int) else 0, tokens, heads, groups, places,
             CODEC=codec, BITS=bits, DIM=dim, HADAMARD=codes.block_of(dim),
             ROTATED=0 if cos is None else cos.shape[-1], OFFSET=0 if table is None else table.offset,
             INTERLEAVED=table is not None and table.pairing == "interleaved",
-            BIASED=bias is not None, LISTED=not isinstance(slots, int), PAGE=out.shape[1] if out.dim() == 4 else 0,
+            BIASED=bias is not None, TREND=slope is not None,
+            LISTED=not isinstance(slots, int), PAGE=out.shape[1] if out.dim() == 4 else 0,
             BLOCK_T=block, HALF=jit.padded(dim, 32) // 2, num_warps=warps, num_stages=1,
         )  # fmt: skip
 
@@ -119,8 +118,8 @@ def _pair(table: torch.Tensor | None) -> tuple[int, int]:
     return (0, 0) if table is None else (table.stride(0), table.stride(2))
 
 
-def _triple(bias: torch.Tensor | None) -> tuple[int, ...]:
-    """Strides of a shift ``[heads, dim]`` or ``[tokens, heads, dim]``."""
-    if bias is None:
-        return (0, 0, 0)
-    return bias.stride() if bias.dim() == 3 else (0, *bias.stride())
+def _shift(bias: torch.Tensor | Trend | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Constant and slope, contiguous, and the tokens' places along it; None for what there is not."""
+    if isinstance(bias, Trend):
+        return bias.constant.contiguous(), bias.slope.contiguous(), bias.along.contiguous()
+    return None if bias is None else bias.contiguous(), None, None

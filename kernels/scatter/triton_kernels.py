@@ -140,13 +140,14 @@ def scatter(
     cos: tl.tensor,
     sin: tl.tensor,
     bias: tl.tensor,
+    slope: tl.tensor,
+    along: tl.tensor,
     slots: tl.tensor,
     out: tl.tensor,
     strides: tl.tuple,
     scale_strides: tl.tuple,
     cos_strides: tl.tuple,
     sin_strides: tl.tuple,
-    bias_strides: tl.tuple,
     out_strides: tl.tuple,
     run: tl.tensor,
     tokens: tl.tensor,
@@ -161,6 +162,7 @@ def scatter(
     OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BIASED: tl.constexpr,
+    TREND: tl.constexpr,
     LISTED: tl.constexpr,
     PAGE: tl.constexpr,
     HALF: tl.constexpr,
@@ -200,9 +202,14 @@ def scatter(
                 factor = tl.load(scale + token * scale_strides[0] + head * scale_strides[1], mask=live, other=0.0)
                 a, b = a * factor[:, None], b * factor[:, None]
         if BIASED:
-            shift = token * bias_strides[0] + head * bias_strides[1]
-            a += read(bias, shift, live, bias_strides[2], first, first_live).to(tl.float32)
-            b += read(bias, shift, live, bias_strides[2], second, second_live).to(tl.float32)
+            own = bias + head * DIM
+            a += tl.load(own + first, mask=first_live, other=0.0)[None, :]
+            b += tl.load(own + second, mask=second_live, other=0.0)[None, :]
+        if TREND:
+            place = tl.load(along + token, mask=live, other=0.0)[:, None]
+            own = slope + head * DIM
+            a += place * tl.load(own + first, mask=first_live, other=0.0)[None, :]
+            b += place * tl.load(own + second, mask=second_live, other=0.0)[None, :]
         if ROTATED > 0:
             if CODEC == "turbo":  # beside the Hadamard products there are no registers to keep them in
                 cos_a, sin_a = cos_sin(cos, sin, token, live, first, cos_strides, sin_strides, ROTATED, OFFSET)

@@ -12,7 +12,7 @@ from blendkv.blend.layout import lay_out
 from blendkv.blend.rotation import RopeTables
 from blendkv.blend.shift import ShiftEstimator
 from blendkv.engines.torch.runner import TorchRunner
-from blendkv.kernels import rotate
+from blendkv.kernels import Trend, rotate
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +29,10 @@ def world(runner):
         made = World.make(runner, rng, chunks=3)
         if min(len(c.token_ids) for c in made.chunks) >= 12:
             return made
+
+
+def per_token(shift):
+    return shift.per_token() if isinstance(shift, Trend) else shift
 
 
 def estimate(world, kind, noise, shift_k, shift_v):
@@ -137,6 +141,8 @@ def test_a_trend_is_found(world):
     logs = torch.log1p(torch.arange(4, 12).float())[:, None, None]
     found = several.shifts((own + logs * slope).flatten(0, 1))
     for span, constant, shift in zip(several.spans, own[:, 0], found, strict=True):
+        assert isinstance(shift, Trend)  # and not a number for every token
+        shift = shift.per_token()
         everywhere = torch.log1p(torch.arange(len(span)).float().clamp(4, 11))[:, None, None]
         assert shift.shape == (len(span), 2, 16)
         assert torch.allclose(shift, constant + everywhere * slope, atol=1e-3)
@@ -150,10 +156,11 @@ def test_late_layers_get_half_of_the_shift_of_k(world, kind):
     layers = len(world.runner.layers)
     for layer, kept in ((layers // 2 - 1, 1.0), (layers // 2, 0.5)):
         found = shifts(layer)[index]
-        assert found.k.shape[-2:] == (2, 16)
+        found_k, found_v = per_token(found.k), per_token(found.v)
+        assert found_k.shape[-2:] == (2, 16)
         kept = kept if kind == "trend" else 1.0
-        assert torch.allclose(found.k, (shift_k * kept).expand_as(found.k), atol=1e-3)
-        assert torch.allclose(found.v, shift_v.expand_as(found.v), atol=1e-3)
+        assert torch.allclose(found_k, (shift_k * kept).expand_as(found_k), atol=1e-3)
+        assert torch.allclose(found_v, shift_v.expand_as(found_v), atol=1e-3)
 
 
 def test_no_trend_where_noise_is_as_large(world):
@@ -165,7 +172,7 @@ def test_no_trend_where_noise_is_as_large(world):
     noise -= x * (x * noise).sum((0, 1)) / x.square().sum()
     faint = 1e-3 * torch.randn(2, 16)
     found = several.shifts((noise + x * faint + 1.0).flatten(0, 1))
-    assert all(torch.allclose(shift, torch.ones_like(shift), atol=1e-4) for shift in found)
+    assert all(torch.allclose(shift.per_token(), torch.ones(2, 16), atol=1e-4) for shift in found)
 
 
 def test_fewer_than_three_rows_say_nothing(world):

@@ -10,7 +10,7 @@ from blendkv.cli.bench import _show
 from blendkv.errors import InputError, PromptTooLongError, UnsupportedModelError
 from blendkv.eval.bench.ttft import TtftSettings, run_ttft
 from blendkv.eval.demo import run_demo
-from blendkv.kernels import rope_shift_scatter
+from blendkv.kernels import rope_shift_scatter_all
 
 SUMMARY = [
     "mode", "selector", "budget_asked", "budget_spent", "n", "f1", "em", "rouge_l", "kl", "kl_se", "top1", "ttft_ms",
@@ -58,13 +58,13 @@ def test_ttft(llama, capfd):
     assert result.ingest.ratio == pytest.approx(result.ingest.ingest_tokens_per_s / result.ingest.prefill_tokens_per_s)
 
 
-def without_rotation(k, v, table, *places, **shifts):
-    rope_shift_scatter(k, v, None, *places, **shifts)
+def without_rotation(moves, *places):
+    rope_shift_scatter_all([move._replace(table=None) for move in moves], *places)
 
 
 def test_no_speedup_while_correctness_is_red(llama, monkeypatch, capsys):
     """A rotation that does nothing garbles the keys; the rows then keep their times and lose their speed-ups."""
-    monkeypatch.setattr("blendkv.blend.context.rope_shift_scatter", without_rotation)
+    monkeypatch.setattr("blendkv.blend.context.rope_shift_scatter_all", without_rotation)
     result = run_ttft(llama, SETTINGS)
     assert not result.correct
     assert [row["speedup_p50"] for row in result.rows] == [None] * 5
@@ -76,7 +76,7 @@ def test_no_speedup_while_correctness_is_red(llama, monkeypatch, capsys):
 def test_the_command_exits_with_1_while_correctness_is_red(llama_folder, monkeypatch, capsys, own_logging):
     from blendkv.cli.main import main
 
-    monkeypatch.setattr("blendkv.blend.context.rope_shift_scatter", without_rotation)
+    monkeypatch.setattr("blendkv.blend.context.rope_shift_scatter_all", without_rotation)
     with pytest.raises(SystemExit) as ended:
         main(["bench", "ttft", "--model", str(llama_folder), "--chunk-tokens", "40", "--repeats", "1", "--json",
               "--modes", "full,reuse", "--tiers", "memory"])  # fmt: skip

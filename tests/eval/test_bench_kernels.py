@@ -23,7 +23,7 @@ ROWS = {
 def small(monkeypatch):
     """Little memory, the torch backend alone, small chunks."""
     monkeypatch.setattr(kernels, "BEYOND_CACHES", 1 << 20)
-    monkeypatch.setattr(kernels, "CHUNKS", (64,))
+    monkeypatch.setattr(kernels, "CHUNK", 64)
     monkeypatch.setattr(dispatch, "PREFERENCE", {"cpu": ("torch",), "other": ("torch",)})
 
 
@@ -38,7 +38,7 @@ def test_rows(small):
         "sdpa, dense causal, 128 (rate)",
     ]
     assert all((r["gflops"] is None) != (r["gbps"] is None) for r in rows)
-    assert len(lines) == 6  # attention, mass, three codecs, deviation
+    assert len(lines) == 10  # attention, mass, three codecs of 64 and of 128 tokens, two raw chunks, deviation
     json.dumps(rows)
 
 

@@ -1,6 +1,8 @@
 """The C++ kernels: every instruction set that this machine has, against the reference in float64."""
 
+import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from tiny import seed_of_run
 from blendkv.kernels import (
     AttentionParams,
     Encoded,
+    Move,
     attention_mass,
     build,
     kv_deviation,
@@ -185,7 +188,7 @@ def test_what_it_refuses():
     negative = attention_cpu.refuses(single, single, single, positions, AttentionParams(-1.0), **common)
     assert "a positive params.scale, this is -1.0" in negative
     strided = torch.zeros(2, 1, 8, 2)[..., 0]
-    assert "k_out do not" in scatter_cpu.refuses(single, single, None, strided, single, 0, None, None)
+    assert "k_out do not" in scatter_cpu.refuses([Move(single, single, None, 0)], strided, single)
 
 
 # ---- rope_shift_scatter ----
@@ -199,7 +202,7 @@ def test_scatter(rng, dtype, codec):
             ("half", None, 0), ("interleaved", None, 0), (None, None, 0),
             ("half", dim // 2, 0), ("interleaved", dim // 4 * 2, dim // 4), ("half", 6, 1),
         ):  # fmt: skip
-            tokens, bias = rng.choice((0, 1, 17, 70)), rng.choice(("none", "span", "token"))
+            tokens, bias = rng.choice((0, 1, 17, 70)), rng.choice(("none", "span", "trend"))
             how = {"paged": rng.random() < 0.5, "run": rng.random() < 0.5, "v_dim": rng.choice((None, 64, 40))}
             case = scatter_case(
                 rng, tokens, head_dim=dim, dtype=dtype, codec=codec, pairing=pairing, rotated=rotated, offset=offset,
@@ -219,6 +222,24 @@ def test_scatter_in_threads(rng, threads):
         for ours, theirs in zip((case.k_out, case.v_out), wanted, strict=True):
             assert torch.equal(ours.isnan(), theirs.isnan())
             assert (ours.nan_to_num().float() - theirs.nan_to_num().float()).abs().max() < 0.04
+
+
+@pytest.mark.parametrize("by_head", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scatter_past_the_caches(rng, dtype, by_head):
+    """Outputs of 4 MB and more, written in whole lines: chunks that begin and end within one, rows that share one."""
+    forms = ((64, 128, "raw"), (80, 96, "int8"), (20, 9, "raw"), (96, 33, "raw"), (64, 64, "turbo4"))
+    for dim, v_dim, codec in rng.sample(forms, 3):
+        heads, tokens, bias = 3, rng.choice((1, 7, 70)), rng.choice(("none", "span", "trend"))
+        case = scatter_case(
+            rng, tokens, head_dim=dim, v_dim=v_dim, heads=heads, dtype=dtype, codec=codec, bias=bias, run=True
+        )
+        places, slot = (4 << 20) // (heads * min(dim, v_dim) * dtype.itemsize), rng.randrange(1, 1000)
+        forms = [(heads, places, width) if by_head else (places, heads, width) for width in (dim, v_dim)]
+        outs = [torch.full(form, math.nan, dtype=dtype) for form in forms]
+        k_out, v_out = (out.transpose(0, 1) for out in outs) if by_head else outs
+        case = replace(case, k_out=k_out, v_out=v_out, slots=slot)
+        green(check_scatter("cpu", case), dim, v_dim, codec, tokens, bias, slot)
 
 
 @pytest.mark.parametrize("source", DTYPES)

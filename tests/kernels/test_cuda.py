@@ -41,7 +41,7 @@ SCATTERS = [
     {"pairing": "interleaved", "rotated": 16, "offset": 8},
     {"pairing": "half", "rotated": 32, "offset": 32},
     {"pairing": None, "bias": "span"},
-    {"bias": "token", "paged": True},
+    {"bias": "trend", "paged": True},
     {"bias": "span", "run": True},
     {"run": True, "paged": True, "v_dim": 32},
     {"head_dim": 80},
@@ -163,7 +163,7 @@ def test_scatter(rng, device, codec, dtype):
 @pytest.mark.parametrize("codec", ["raw", "fp8", "int8"])
 def test_scatter_of_vectors_that_do_not_go_by_eights(rng, device, codec):
     for extra in ({"head_dim": 20}, {"head_dim": 9, "pairing": None}, {"head_dim": 24, "rotated": 12, "offset": 4}):
-        for bias in ("none", "span", "token"):
+        for bias in ("none", "span", "trend"):
             case = scatter_case(rng, 31, codec=codec, dtype=torch.bfloat16, bias=bias, device=device, **extra)
             green(check_scatter("cuda", case), f"{extra}, bias {bias}")
 

@@ -40,6 +40,13 @@ def test_rotate_is_complex_multiplication(pairing, offset):
     assert torch.allclose(got, want, atol=1e-6)
 
 
+def test_packed_holds_every_pair_once():
+    cos, sin = angles(6, 4)
+    table = rope_table(cos, sin, "half", 2)
+    assert torch.equal(table.packed, torch.cat((cos, sin), -1))
+    assert torch.equal(table.rows(slice(2, 5)).packed, table.packed[2:5])
+
+
 @pytest.mark.parametrize("magnitude", [1.0, 1.3])
 @pytest.mark.parametrize("pairing", ["half", "interleaved"])
 def test_unrotate_undoes_rotate_magnitude_included(pairing, magnitude):

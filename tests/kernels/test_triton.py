@@ -25,7 +25,7 @@ from blendkv.kernels.testing import (
     forced,
     scatter_case,
 )
-from blendkv.kernels.types import AttentionParams, Encoded
+from blendkv.kernels.types import AttentionParams, Encoded, Move
 
 reason = backends.why_not("triton")
 if reason is not None:
@@ -173,7 +173,7 @@ def test_deviation_beside_keys_that_are_not_finite(rng):
 CODECS = ("fp8", "int8", "turbo4", "turbo3", "turbo2")
 FORMS = [
     {"bias": "span"},
-    {"bias": "token", "paged": True, "pairing": "interleaved"},
+    {"bias": "trend", "paged": True, "pairing": "interleaved"},
     {"run": True, "pairing": None, "dtype": torch.bfloat16},
     {"run": True, "paged": True, "rotated": 32, "offset": 8, "bias": "span"},
     {"rotated": 16, "offset": 7, "pairing": "interleaved", "dtype": torch.float16},
@@ -195,7 +195,7 @@ def test_scatter_is_right_at_any_head_dim(rng, codec, head_dim, v_dim):
 
 @pytest.mark.parametrize("tokens", [0, 1, 31, 130])
 def test_scatter_is_right_at_odd_sizes(rng, tokens):
-    case = scatter_case(rng, tokens, head_dim=20, v_dim=5, rotated=6, offset=3, bias="token", device=DEVICE)
+    case = scatter_case(rng, tokens, head_dim=20, v_dim=5, rotated=6, offset=3, bias="trend", device=DEVICE)
     assert green(check_scatter("triton", case))
 
 
@@ -262,7 +262,7 @@ def test_what_it_cannot_take_is_refused_in_words(rng, monkeypatch):
     host = attention_case(rng, 3, 9)
     assert jit.unusable([host.q], []) == "tensors on the CPU"
     source = encode(host.k, "int8")
-    assert scatter.refuses(source, source, None, host.k, host.k, 0, None, None) == "tensors on the CPU"
+    assert scatter.refuses([Move(source, source, None, 0)], host.k, host.k) == "tensors on the CPU"
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter copies between devices")

@@ -19,6 +19,7 @@ from blendkv.kernels.deviation import triton as deviation
 from blendkv.kernels.mass import triton as mass
 from blendkv.kernels.scatter import triton as scatter
 from blendkv.kernels.testing import attention_case, scatter_case
+from blendkv.kernels.types import Move
 
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), 99 * 1024),  # sm_86 and sm_89 run the same code with less shared memory
@@ -56,7 +57,7 @@ def attend(queries=40, keys=500, *, paged=False, stored=False, weighed=False, **
 
 def move(**form):
     case = scatter_case(random.Random(0), 100, device="meta", dtype=torch.bfloat16, **form)
-    scatter.run(case.k, case.v, case.table, case.k_out, case.v_out, case.slots, case.k_bias, case.v_bias)
+    scatter.run([Move(case.k, case.v, case.table, case.slots, case.k_bias, case.v_bias)], case.k_out, case.v_out)
 
 
 def everything():

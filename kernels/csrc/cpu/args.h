@@ -35,17 +35,19 @@ struct MassArgs {
   double scale, softcap;
 };
 
-// One of K and V. codec: 0 raw, 1 fp8, 2 int8, and the bits per value of turbo codecs plus 8.
+// One of K and V. codec: 0 raw, 1 fp8, 2 int8, and the bits per value of turbo codecs plus 8. bias and slope are
+// [heads, dim], along is [tokens]: what is added is bias, or bias + along * slope.
 struct Moved {
   int64_t source, source_stride, source_head_stride, source_dtype, codec, scale, signs, codebook;
   int64_t out, out_block_stride, out_stride, out_head_stride, out_dtype;
-  int64_t bias, bias_stride, bias_head_stride, dim;
+  int64_t bias, slope, along, dim;
 };
 
+// cos and sin are one value per rotated dim where pairs are interleaved, else one per pair.
 struct ScatterArgs {
   Moved k, v;
   int64_t cos, sin, cos_stride, sin_stride, rotated, offset, interleaved;
-  int64_t slots, first_slot, block_size, tokens, heads, threads;
+  int64_t slots, first_slot, places, block_size, tokens, heads, threads;
 };
 
 struct DeviationArgs {

@@ -79,23 +79,33 @@ template <class M, class T> struct Attention {
       int count = least(N, to - k0);
       const uint32_t* keys = key_tile<M, T>(k, k0, count, dim, k_copy);
       Values values = value_tile<M, T>(v, k0, count, v_dim, dims, v_copy);
+      Ahead ahead = next<T>(k, v, k0 + count, to, blocks_of(tile));
       for (int64_t i = 0; i < blocks_of(tile); ++i) {
         Row& own = row(state, i);
         int seen = least(count, own.block.high - k0);
         if (seen <= 0 || k0 + count <= own.block.low) continue;
         switch (own.block.vectors) {
-          case 1: step<1>(own, q_of(state, i), keys, values, k0, seen, s, out_of(state, i)); break;
-          case 2: step<2>(own, q_of(state, i), keys, values, k0, seen, s, out_of(state, i)); break;
-          default: step<RV>(own, q_of(state, i), keys, values, k0, seen, s, out_of(state, i));
+          case 1: step<1>(own, q_of(state, i), keys, values, k0, seen, s, out_of(state, i), ahead); break;
+          case 2: step<2>(own, q_of(state, i), keys, values, k0, seen, s, out_of(state, i), ahead); break;
+          default: step<RV>(own, q_of(state, i), keys, values, k0, seen, s, out_of(state, i), ahead);
         }
       }
       if (moved && tile == tiles - 1) measure(head, k0, count);
     }
   }
 
+  // What the tile of keys from .. to - 1 will read, spread over the blocks and steps of the tile before.
+  template <class U> Ahead next(const Tokens& k, const Tokens& v, int from, int to, int64_t all) const {
+    int64_t count = least(N, to - from), size = sizeof(U);
+    if (count <= 0 || k.paging.table || k.stride != dim * size || v.stride != v_dim * size) return {};
+    const char *first = k.data + from * k.stride, *other = v.data + from * v.stride;
+    int64_t lines = count * most(dim, v_dim) * size / 64, calls = all * (N / KEYS_AT_ONCE<RV> + dims / DIMS_AT_ONCE<RV>);
+    return {first, first + count * k.stride, other, other + count * v.stride, int((lines + calls - 1) / calls)};
+  }
+
   template <int R>
-  void step(Row& own, const uint32_t* q, const uint32_t* keys, Values values, int k0, int seen, float* s,
-            float* out) const {
+  void step(Row& own, const uint32_t* q, const uint32_t* keys, Values values, int k0, int seen, float* s, float* out,
+            Ahead& ahead) const {
     int padded = round_up(seen, KEYS_AT_ONCE<R>);
     bool hides = own.block.hides(k0, k0 + padded);
     vf top[R];
@@ -103,12 +113,12 @@ template <class M, class T> struct Attention {
     scores<M, R>(keys, q, words, padded, [&](int j, int r, vf score) __attribute__((always_inline)) {
       store(s + (j * R + r) * W, score);
       top[r] = vmax(top[r], score);
-    });
+    }, ahead);
     if (hides || a.softcap) change<R>(own.block, k0, padded, hides, s, top);
     raise<R>(own, top, out);
     weigh<R>(own, padded, hides, s);
     outputs<M, R>(values.data, values.stride, reinterpret_cast<uint32_t*>(s), M::VALUES * R * W,
-                  (seen + M::VALUES - 1) / M::VALUES, dims, out);
+                  (seen + M::VALUES - 1) / M::VALUES, dims, out, ahead);
   }
 
   // Soft-cap and mask the scores.

@@ -5,6 +5,10 @@
 #include "args.h"
 #include "parallel.h"
 
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
 extern "C" void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags);
 
 #define BLENDKV_DECLARE(isa)             \
@@ -77,9 +81,12 @@ void take(void* data) {
   Run& run = *static_cast<Run*>(data);
   for (;;) {
     int64_t item = __atomic_fetch_add(&run.next, 1, __ATOMIC_RELAXED);
-    if (item >= run.items) return;
+    if (item >= run.items) break;
     run.body(run.context, item);
   }
+#if defined(__x86_64__)
+  _mm_sfence();  // what went past the caches (stream, vec.h) is seen before the item is known to be done
+#endif
 }
 
 }  // namespace

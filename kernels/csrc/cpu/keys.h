@@ -38,6 +38,18 @@ struct Tokens {
   }
 };
 
+// The lines of the tile that follows, asked for a few at a time between the products: at once they would have to wait
+// for each other, and the products for them. Only memory in a row; of other forms little is known before it is read.
+struct Ahead {
+  const char *k = nullptr, *k_end = nullptr, *v = nullptr, *v_end = nullptr;
+  int lines = 0;
+
+  BLENDKV_INLINE void operator()() {
+    for (int i = 0; i < lines && k < k_end; ++i, k += 64) __builtin_prefetch(k);
+    for (int i = 0; i < lines && v < v_end; ++i, v += 64) __builtin_prefetch(v);
+  }
+};
+
 // K of `count` keys, N at most: the memory itself where its rows lie as score_block wants them, else a copy in `to`
 // whose rows up to the next multiple of KEYS_AT_ONCE are zero.
 template <class M, class T>

@@ -83,7 +83,7 @@ template <class M, class T> struct Mass {
     vf inside = splat(float(a.softcap ? a.scale / a.softcap : 1)), cap = splat(float(a.softcap));
     scores<M, R>(keys, q, words, padded, [&](int j, int r, vf score) __attribute__((always_inline)) {
       store(s + (j * R + r) * W, score);
-    });
+    }, [] {});
     for (int j = 0; j < padded; ++j)
       for (int r = 0; r < R; ++r) {
         vf score = load<vf>(s + (j * R + r) * W), before = load<vf>(found + j * W);

@@ -77,35 +77,40 @@ BLENDKV_INLINE void score_block(const uint32_t* k, const uint32_t* q, int words,
     for (int r = 0; r < R; ++r) each(j, r, sum[j][r]);
 }
 
-// Scores of `keys` keys, rounded up to KEYS_AT_ONCE; the rows of K are STRIDE words apart.
-template <class M, int R, int STRIDE, class Each>
-BLENDKV_INLINE void scores_strided(const uint32_t* k, const uint32_t* q, int words, int keys, Each&& each) {
+// Scores of `keys` keys, rounded up to KEYS_AT_ONCE; the rows of K are STRIDE words apart. `between` is called between
+// the groups of keys.
+template <class M, int R, int STRIDE, class Each, class Between>
+BLENDKV_INLINE void scores_strided(const uint32_t* k, const uint32_t* q, int words, int keys, Each&& each,
+                                   Between&& between) {
   constexpr int keys_at_once = KEYS_AT_ONCE<R>;
-  for (int j0 = 0; j0 < keys; j0 += keys_at_once)
+  for (int j0 = 0; j0 < keys; j0 += keys_at_once) {
+    between();
     score_block<M, keys_at_once, R, STRIDE>(k + j0 * STRIDE, q, words,
                                             [&](int j, int r, vf sum) { each(j0 + j, r, sum); });
+  }
 }
 
 // Rows of K lie as far apart as the least of these strides that holds a row, so that offsets are known when compiling.
 inline int stride_of(int words) { return words <= 32 ? 32 : words <= 64 ? 64 : words <= 128 ? 128 : 256; }
 
-template <class M, int R, class Each>
-BLENDKV_INLINE void scores(const uint32_t* k, const uint32_t* q, int words, int keys, Each&& each) {
+template <class M, int R, class Each, class Between>
+BLENDKV_INLINE void scores(const uint32_t* k, const uint32_t* q, int words, int keys, Each&& each, Between&& between) {
   switch (stride_of(words)) {
-    case 32: return scores_strided<M, R, 32>(k, q, words, keys, each);
-    case 64: return scores_strided<M, R, 64>(k, q, words, keys, each);
-    case 128: return scores_strided<M, R, 128>(k, q, words, keys, each);
-    default: return scores_strided<M, R, 256>(k, q, words, keys, each);
+    case 32: return scores_strided<M, R, 32>(k, q, words, keys, each, between);
+    case 64: return scores_strided<M, R, 64>(k, q, words, keys, each, between);
+    case 128: return scores_strided<M, R, 128>(k, q, words, keys, each, between);
+    default: return scores_strided<M, R, 256>(k, q, words, keys, each, between);
   }
 }
 
 // Adds to outputs `out[dim][R x W]` of `dims` dims, a multiple of DIMS_AT_ONCE, what `words` words of keys give; the
 // rows of `p` are p_stride apart.
-template <class M, int R>
+template <class M, int R, class Between>
 inline void outputs(const uint32_t* v, int64_t v_stride, const uint32_t* p, int p_stride, int words, int dims,
-                    float* out) {
+                    float* out, Between&& between) {
   constexpr int at_once = DIMS_AT_ONCE<R>;
   for (int d0 = 0; d0 < dims; d0 += at_once) {
+    between();
     vf sum[at_once][R];
 #pragma GCC unroll 16
     for (int i = 0; i < at_once; ++i)

@@ -59,6 +59,31 @@ template <class V> BLENDKV_INLINE V load(const void* from) {
 }
 template <class V> BLENDKV_INLINE void store(void* to, V v) { memcpy(to, &v, sizeof(V)); }
 
+// Bytes that are written past the caches, a whole line of 64 at a time; what lies in a line's part goes through them.
+// Other threads see such stores in order only after a fence (parallel_items has it).
+#if defined(__x86_64__)
+constexpr bool STREAMS = true;
+BLENDKV_INLINE void stream(void* to, const void* from, int64_t bytes) {
+  char* place = static_cast<char*>(to);
+  const char* source = static_cast<const char*>(from);
+  int64_t before = least<int64_t>(bytes, -reinterpret_cast<intptr_t>(place) & 63);
+  memcpy(place, source, before);
+  int64_t i = before;
+  for (; i + 64 <= bytes; i += 64) {
+#if defined(__AVX512F__)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(place + i), load<__m512i>(source + i));
+#else
+    for (int part = 0; part < 64; part += 16)
+      _mm_stream_si128(reinterpret_cast<__m128i*>(place + i + part), load<__m128i>(source + i + part));
+#endif
+  }
+  memcpy(place + i, source + i, bytes - i);
+}
+#else
+constexpr bool STREAMS = false;
+BLENDKV_INLINE void stream(void* to, const void* from, int64_t bytes) { memcpy(to, from, bytes); }
+#endif
+
 BLENDKV_INLINE vf splat(float x) { return x - vf{}; }
 BLENDKV_INLINE vi splat(int32_t x) { return x - vi{}; }
 BLENDKV_INLINE vu splat(uint32_t x) { return x - vu{}; }
@@ -168,6 +193,21 @@ BLENDKV_INLINE void put(fp16* to, vf x) {
   store(to, narrow(found | ((vu)x & 0x80000000u) >> 16));
 #endif
 }
+
+// Two vectors that lie side by side: of 16-bit values they fill the bytes that one store writes.
+struct vf2 {
+  vf low, high;
+  BLENDKV_INLINE vf2& operator+=(vf2 x) { return low += x.low, high += x.high, *this; }
+  BLENDKV_INLINE vf2& operator*=(vf x) { return low *= x, high *= x, *this; }
+};
+BLENDKV_INLINE vf2 operator+(vf2 a, vf2 b) { return {a.low + b.low, a.high + b.high}; }
+BLENDKV_INLINE vf2 operator-(vf2 a, vf2 b) { return {a.low - b.low, a.high - b.high}; }
+BLENDKV_INLINE vf2 operator*(vf2 a, vf2 b) { return {a.low * b.low, a.high * b.high}; }
+BLENDKV_INLINE vf2 operator*(vf a, vf2 b) { return {a * b.low, a * b.high}; }
+template <class T> BLENDKV_INLINE void put(T* to, vf2 x) { put(to, x.low), put(to + W, x.high); }
+#if defined(__AVX512BF16__)
+BLENDKV_INLINE void put(bf16* to, vf2 x) { store(to, _mm512_cvtne2ps_pbh((__m512)x.high, (__m512)x.low)); }
+#endif
 
 // What is left of a row that is no multiple of W long; the other lanes are zero.
 template <class T> BLENDKV_INLINE vf get_some(const T* from, int count) {

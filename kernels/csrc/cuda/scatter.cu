@@ -10,9 +10,10 @@ namespace blendkv {
 // K or V, mirrored by kernels/scatter/cuda.py. Strides in elements; `row`, `head` and `value` of raw sources alone.
 struct Side {
   const void* data;
-  const float *scale, *signs, *codebook, *bias;
+  const float *scale, *signs, *codebook;
+  const float *bias, *slope, *along;  // [heads, dim] twice, [tokens]; slope null: bias alone
   void* out;
-  i64 dim, row, head, value, width, bias_row, out_block, out_row, out_head, out_value;  // width: of the Hadamard matrix
+  i64 dim, row, head, value, width, out_block, out_row, out_head, out_value;  // width: of the Hadamard matrix
   Codec codec;
   Type type, out_type;
 };
@@ -90,9 +91,15 @@ KERNEL(128, 10) scatter_chunks(GRID_CONSTANT const ScatterArgs args) {
   }
   if (side.bias != nullptr && slot >= 0) {
     float bias[8];
-    load_floats(side.bias + token * side.bias_row + head * side.dim + value, bias);
+    load_floats(side.bias + head * side.dim + value, bias);
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] += bias[i];
+    if (side.slope != nullptr) {
+      load_floats(side.slope + head * side.dim + value, bias);
+      const float along = load_once(side.along + token);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) x[i] = fmaf(along, bias[i], x[i]);
+    }
   }
   if (is_k && args.cos != nullptr) rotate(args, slot >= 0, token, value, lane, x);
   if (slot >= 0) store_eight(side.out_type, side.out, place_of(args, side, slot, head) + value, x);
@@ -108,7 +115,9 @@ DEVICE float decode_one(const ScatterArgs& args, const Side& side, int token, in
     const uint32_t byte = load_once(static_cast<const uint8_t*>(side.data) + index * side.dim + value);
     x = (side.codec == Codec::kFp8 ? from_e4m3(byte) : from_int8(byte)) * side.scale[index];
   }
-  return side.bias == nullptr ? x : x + side.bias[token * side.bias_row + head * side.dim + value];
+  if (side.bias == nullptr) return x;
+  x += side.bias[head * side.dim + value];
+  return side.slope == nullptr ? x : fmaf(side.along[token], side.slope[head * side.dim + value], x);
 }
 
 SHARED_CODE int partner_of(int own, int rotated, bool interleaved) {
