@@ -5,17 +5,21 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from blendkv.engines.base import ChunkEngine, ModelIdentity, kv_bytes_per_token
-from blendkv.errors import DamagedChunkError, StoreError, StoreFullError
-from blendkv.store.base import ChunkReader
+from blendkv.engines.base import ChunkEngine, ModelIdentity, head_dims, kv_bytes_per_token
+from blendkv.errors import DamagedChunkError, StoreError, StoreFullError, UnsupportedModelError
+from blendkv.observe.tracing import span
+from blendkv.store.base import ChunkReader, LoadingReader
+from blendkv.store.codecs import RAW, check_codec
+from blendkv.store.coding import as_stored
+from blendkv.store.door import Store
 from blendkv.store.prefetch import LayerPrefetcher
 from blendkv.store.reports import StoreStat
-from blendkv.store.tiered import KVStore
 from blendkv.types import ChunkKV, Prompt, Recipe, RecipeKind, TokenIds, as_token_ids, chunk_key
 
 _log = logging.getLogger(__name__)
@@ -51,7 +55,7 @@ class LibraryCounts:
 
 
 class Library(ABC):
-    """The chunk KVs of one model, one store and one recipe kind behind one prefix: named, looked up, filled.
+    """The chunk KVs of one model, one store, one recipe kind and one codec behind one prefix: named, looked up, filled.
 
     Who computes them is the subclass's business: `ChunkLibrary` for a model in this process.
 
@@ -63,15 +67,26 @@ class Library(ABC):
         ``system``: chunks are computed behind ``system_prefix``; ``bos``: behind the tokenizer's BOS, if it has one.
     system_prefix
         Token ids of the prompt's system segment.
+    codec
+        How chunk KVs are stored (docs/codecs.md). What stands at position 0 is always raw: it is small, all chunks are
+        computed behind it, and every token attends to it.
+
+    Raises
+    ------
+    InputError
+        If there is no such codec.
     """
 
-    def __init__(self, model: ModelIdentity, store: KVStore, kind: RecipeKind, system_prefix: TokenIds) -> None:
+    def __init__(
+        self, model: ModelIdentity, store: Store, kind: RecipeKind, system_prefix: TokenIds, codec: str = RAW
+    ) -> None:
+        check_codec(codec, ())
         self.store, self.kind = store, kind
         self.fingerprint = model.fingerprint
         self.system_prefix = system_prefix
         bos = model.bos_token_id
         before = system_prefix if kind == "system" else as_token_ids([] if bos is None else [bos])
-        self.recipe = Recipe(kind, tuple(int(t) for t in before), model.dtype)
+        self.recipe = Recipe(kind, tuple(int(t) for t in before), model.dtype, codec)
         self.start = Recipe("system", (), model.dtype)
         """The recipe of what stands at position 0: the system prefix, or BOS."""
         self.counts = LibraryCounts()
@@ -79,7 +94,7 @@ class Library(ABC):
     @property
     @abstractmethod
     def bytes_per_token(self) -> int:
-        """Bytes of K and V of one token over all layers."""
+        """Bytes of K and V of one token over all layers, as they are stored."""
 
     @abstractmethod
     def fill(self, chunks: Sequence[TokenIds]) -> Iterator[int]:
@@ -158,18 +173,28 @@ class ChunkLibrary(Library):
     ----------
     engine
         Who computes.
-    store, kind, system_prefix
+    store, kind, system_prefix, codec
         As for `Library`.
+
+    Raises
+    ------
+    InputError
+        If the codec is unknown, or cannot take the model's heads.
     """
 
-    def __init__(self, engine: ChunkEngine, store: KVStore, kind: RecipeKind, system_prefix: TokenIds) -> None:
-        super().__init__(engine, store, kind, system_prefix)
+    def __init__(
+        self, engine: ChunkEngine, store: Store, kind: RecipeKind, system_prefix: TokenIds, codec: str = RAW
+    ) -> None:
+        super().__init__(engine, store, kind, system_prefix, codec)
         self.engine = engine
+        if codec != RAW:
+            with suppress(UnsupportedModelError):  # no chunk KV will come of it; prompts are prefilled in full
+                check_codec(codec, head_dims(engine.runner))
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of K and V of one token over all layers."""
-        return kv_bytes_per_token(self.engine.runner)
+        """Bytes of K and V of one token over all layers, as they are stored."""
+        return kv_bytes_per_token(self.engine.runner, self.recipe.codec)
 
     def fill(self, chunks: Sequence[TokenIds]) -> Iterator[int]:
         """Compute and store chunks; yields the tokens of each."""
@@ -216,10 +241,10 @@ class ChunkLibrary(Library):
             return None if reader is None else materialise(reader)
 
     def compute(self, chunks: Sequence[TokenIds]) -> Iterator[ChunkKV]:
-        """Compute chunks alone, several in one pass, and store them in the background."""
+        """Compute chunks alone, several in one pass, and store them in the background; yields what is stored."""
         prefix = self._prefix() if chunks else None
         for batch in batches(chunks, PASS_TOKENS):
-            for kv in self.engine.collect(self.recipe, batch, prefix):
+            for kv in map(as_stored, self.engine.collect(self.recipe, batch, prefix)):
                 self.counts.computed += 1
                 self.counts.computed_tokens += len(kv.token_ids)
                 self._keep(kv)
@@ -227,6 +252,20 @@ class ChunkLibrary(Library):
 
     def readers(self, prompt: Prompt) -> list[ChunkReader | None]:
         """A reader per segment: chunks and the system prefix always have one, missing ones are computed first."""
+        with span("lookup") as told:
+            found, missing = self._look_up_all(prompt)
+            told.set(
+                chunks=len(found) + len(missing), hits=len(found), missing=len(missing),
+                tokens=sum(map(len, missing.values())) + sum(len(reader.token_ids) for reader in found.values()),
+                tiers=sorted({_tier(reader) for reader in found.values()}),
+            )  # fmt: skip
+        if missing:
+            with span("compute", chunks=len(missing), tokens=sum(map(len, missing.values()))):
+                found.update((kv.token_ids.tobytes(), kv) for kv in self.compute(list(missing.values())))
+        return [self._reader_of(segment.kind, segment.token_ids, found) for segment in prompt.segments]
+
+    def _look_up_all(self, prompt: Prompt) -> tuple[dict[bytes, ChunkReader], dict[bytes, TokenIds]]:
+        """The chunks of a prompt, each once, by their token ids: readers of what is stored, and what is not."""
         found: dict[bytes, ChunkReader] = {}
         missing: dict[bytes, TokenIds] = {}
         for segment in prompt.segments:
@@ -240,9 +279,7 @@ class ChunkLibrary(Library):
             else:
                 found[name] = reader
                 self.counts.hits += 1
-        for kv in self.compute(list(missing.values())):
-            found[kv.token_ids.tobytes()] = kv
-        return [self._reader_of(segment.kind, segment.token_ids, found) for segment in prompt.segments]
+        return found, missing
 
     def _reader_of(self, kind: str, ids: TokenIds, chunks: dict[bytes, ChunkReader]) -> ChunkReader | None:
         if kind == "chunk":
@@ -268,11 +305,27 @@ class ChunkLibrary(Library):
             yield PromptSource(readers, prefetcher)
 
 
+def _tier(reader: ChunkReader) -> str:
+    return reader.tier if isinstance(reader, LoadingReader) else "memory"
+
+
 def materialise(reader: ChunkReader) -> ChunkKV:
     """All layers of a reader as one chunk KV in memory."""
     pairs = [reader.layer(i) for i in range(reader.layers)]
     k, v = tuple(p[0] for p in pairs), tuple(p[1] for p in pairs)
     return ChunkKV(reader.fingerprint, reader.recipe, reader.token_ids, k, v)
+
+
+def stored_codec(folder: Path) -> str | None:
+    """The codec that a store was ingested with; None for one that does not say so, and where there is none."""
+    from blendkv.retrieval.collection import Collection
+    from blendkv.retrieval.database import FILE_NAME
+
+    if not (folder / FILE_NAME).is_file():
+        return None
+    with Collection(folder) as collection:
+        found = collection.get_meta("codec")
+    return None if found is None else str(found)
 
 
 def batches(chunks: Sequence[TokenIds], tokens: int) -> Iterator[list[TokenIds]]:

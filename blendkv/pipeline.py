@@ -18,6 +18,7 @@ from blendkv.blend import Mode, parse_mode
 from blendkv.blend.gate import REASON, Gate
 from blendkv.chat import ChatSession
 from blendkv.config import parse_bytes
+from blendkv.daemon.opening import open_store
 from blendkv.engines.base import Conversation, Engine, GenerationOptions, Outcome, check_room
 from blendkv.errors import InputError, StoreMismatchError
 from blendkv.ingest import IngestProgress, IngestReport, Precompute, ingest
@@ -26,10 +27,13 @@ from blendkv.retrieval.collection import Collection
 from blendkv.retrieval.embed import MINILM, Embedder, SentenceEmbedder
 from blendkv.retrieval.load import MAX_DOCUMENT_BYTES
 from blendkv.retrieval.retriever import HybridRetriever, RetrievedChunk, Retriever
-from blendkv.store.tiered import KVStore
+from blendkv.store.codecs import CODECS, RAW
+from blendkv.store.door import Store
 from blendkv.types import Prompt, RecipeKind
 
 TOP_K = 6
+_CODEC = "codec"
+"""What the collection calls the codec of its chunk KVs; see `blendkv.library.stored_codec`."""
 EngineName = Literal["torch", "vllm"]
 _log = logging.getLogger(__name__)
 
@@ -37,7 +41,7 @@ _log = logging.getLogger(__name__)
 class RagPipeline:
     """Answers questions from a corpus whose passages' KV was computed once.
 
-    Make one with `from_store`, or from parts of your own: an engine, a `KVStore`, and anything with a ``retrieve``
+    Make one with `from_store`, or from parts of your own: an engine, a `Store`, and anything with a ``retrieve``
     method. Threads may share a pipeline. `TorchEngine` runs one request at a time, `VllmEngine` many.
 
     Attributes
@@ -53,11 +57,12 @@ class RagPipeline:
     def __init__(
         self,
         engine: Engine,
-        store: KVStore,
+        store: Store,
         retriever: Retriever,
         *,
         system: str = DEFAULT_SYSTEM,
         recipe: RecipeKind = "system",
+        codec: str | None = None,
         mode: str | None = None,
         top_k: int = TOP_K,
         collection: Collection | None = None,
@@ -66,11 +71,12 @@ class RagPipeline:
     ) -> None:
         self.engine, self.store, self.retriever = engine, store, retriever
         self.collection, self.embedder = collection, embedder
-        self.gate = Gate.read(store.path, engine.fingerprint, engine.name, require_gate)
+        self.prompts = PromptBuilder(engine.tokenizer, system)
+        self.library = engine.library(store, recipe, self.prompts.prefix, codec)
+        codec = self.library.recipe.codec
+        self.gate = Gate.read(store.path, engine.fingerprint, engine.name, require_gate, codec)
         self.mode = self.gate.mode(mode)
         self.gate.demand(self.mode)
-        self.prompts = PromptBuilder(engine.tokenizer, system)
-        self.library = engine.library(store, recipe, self.prompts.prefix)
         self.top_k = top_k
         self.fallbacks: dict[str, int] = {}
         self._noting = threading.Lock()
@@ -84,6 +90,7 @@ class RagPipeline:
         *,
         mode: str | None = None,
         recipe: RecipeKind | None = None,
+        codec: str | None = None,
         system: str | None = None,
         top_k: int = TOP_K,
         embedder: str | None = None,
@@ -109,6 +116,9 @@ class RagPipeline:
             quality gate's verdict names, or ``blend:head_query@0.05`` for a model that was not measured.
         recipe, system
             How chunks are computed (``system`` or ``bos``), and the system message; the store's own by default.
+        codec
+            How chunk KVs are stored: ``raw``, ``fp8``, ``int8``, ``turbo4``, ``turbo3`` or ``turbo2`` (docs/codecs.md);
+            by default as the store was ingested, raw for a new one. Those of another codec never match.
         top_k
             Chunks per question.
         embedder
@@ -139,26 +149,30 @@ class RagPipeline:
         folder = Path(path).expanduser()
         if mode is not None:
             parse_mode(mode)
+        if codec is not None:
+            CODECS.get(codec)
         limits = parse_bytes(memory), None if disk is None else parse_bytes(disk)
         given = None if isinstance(engine, str) else engine
         kind = engine if isinstance(engine, str) else ""
         with ExitStack() as opened:
             running = given
             if running is None and model is not None:  # before a folder is made for a model that does not exist
-                running = opened.enter_context(closing(_load(kind, model, folder, dtype, device, require_gate)))
-            store = opened.enter_context(KVStore.open(folder, memory_bytes=limits[0], disk_bytes=limits[1]))
+                running = opened.enter_context(closing(_load(kind, model, folder, dtype, device, codec, require_gate)))
+            store = open_store(folder, limits[0], limits[1])
+            opened.callback(store.close)
             collection = opened.enter_context(Collection(folder))
             if running is None:
                 own = collection.get_meta("model") or "demo"
-                running = opened.enter_context(closing(_load(kind, own, folder, dtype, device, require_gate)))
-            settings = _claim(collection, running, recipe, system)
+                running = opened.enter_context(closing(_load(kind, own, folder, dtype, device, codec, require_gate)))
+            settings = _claim(collection, running, recipe, codec, system)
             if plan:
                 _start_planner(running, folder)
             encoder = SentenceEmbedder(embedder or MINILM)
             retriever = HybridRetriever(collection, encoder)
             pipeline = cls(
                 running, store, retriever, system=settings["system"], recipe=settings["recipe"],
-                mode=mode, top_k=top_k, collection=collection, embedder=encoder, require_gate=require_gate,
+                codec=settings["codec"], mode=mode, top_k=top_k, collection=collection, embedder=encoder,
+                require_gate=require_gate,
             )  # fmt: skip
             pipeline._owned = opened.pop_all()
         return pipeline
@@ -189,9 +203,13 @@ class RagPipeline:
         max_document_bytes: int = MAX_DOCUMENT_BYTES,
         progress: IngestProgress | None = None,
     ) -> IngestReport:
-        """Load, split, embed and index ``sources``, then compute the chunk KVs; see `blendkv.ingest.ingest`."""
+        """Load, split, embed and index ``sources``, then compute the chunk KVs; see `blendkv.ingest.ingest`.
+
+        The pipeline's codec becomes the store's own.
+        """
         if self.collection is None or self.embedder is None:
             raise InputError("this pipeline has a retriever of its own and no collection; ingest with from_store(...)")
+        self.collection.set_meta(_CODEC, self.library.recipe.codec)
         return ingest(
             self.collection, self.embedder, self.engine, self.library, sources, precompute=precompute,
             precompute_bytes=precompute_bytes, chunk_tokens=chunk_tokens, prune=prune,
@@ -349,7 +367,7 @@ def _made_of(prompt: Prompt) -> str:
     return f" ({sum(chunks)} in {len(chunks)} chunks, {question} in the question, {rest} beside them)"
 
 
-def _load(kind: str, model: str, store: Path, dtype: str, device: str, require_gate: bool) -> Engine:
+def _load(kind: str, model: str, store: Path, dtype: str, device: str, codec: str | None, require_gate: bool) -> Engine:
     """Load an engine by its name; what an engine needs is imported with it."""
     if kind == "torch":
         from blendkv.engines.torch.engine import TorchEngine
@@ -358,7 +376,8 @@ def _load(kind: str, model: str, store: Path, dtype: str, device: str, require_g
     if kind == "vllm":
         from blendkv.engines.vllm.engine import VllmEngine
 
-        return VllmEngine.load(model, store=store, dtype=dtype, connector={"require_gate": require_gate})
+        connector = {"require_gate": require_gate, "codec": codec}
+        return VllmEngine.load(model, store=store, dtype=dtype, connector=connector)
     raise InputError(f"unknown engine {kind!r}; allowed: torch, vllm")
 
 
@@ -368,8 +387,10 @@ def _start_planner(engine: Engine, folder: Path) -> None:
     start_planner(engine, folder)
 
 
-def _claim(collection: Collection, engine: Engine, recipe: RecipeKind | None, system: str | None) -> dict[str, Any]:
-    """Tie the collection to the model that makes its token ids, and return its recipe and system message."""
+def _claim(
+    collection: Collection, engine: Engine, recipe: RecipeKind | None, codec: str | None, system: str | None
+) -> dict[str, Any]:
+    """Tie the collection to the model that makes its token ids, and return its recipe, codec and system message."""
     made_by = collection.get_meta("fingerprint")
     if made_by is not None and made_by != engine.fingerprint:
         raise StoreMismatchError(
@@ -378,6 +399,13 @@ def _claim(collection: Collection, engine: Engine, recipe: RecipeKind | None, sy
         )
     if recipe not in (None, "system", "bos"):
         raise InputError(f"unknown recipe {recipe!r}; allowed: system, bos")
+    own = collection.get_meta(_CODEC) or RAW
+    if made_by is not None and codec not in (None, own):
+        _log.warning(
+            "%s was ingested with codec %s, opened with %s: chunk KVs of the other codec never match, so they are "
+            "computed anew as they are needed; leave the codec out to use them, or ingest with it to change the store",
+            *(collection.path, own, codec),
+        )
     settings = {
         "recipe": recipe or collection.get_meta("recipe") or "system",
         "system": system if system is not None else collection.get_meta("system", DEFAULT_SYSTEM),
@@ -386,4 +414,4 @@ def _claim(collection: Collection, engine: Engine, recipe: RecipeKind | None, sy
         values = {"fingerprint": engine.fingerprint, "model": engine.name, **settings}
         for name, value in values.items():
             collection.set_meta(name, value)
-    return settings
+    return {**settings, "codec": codec or own}

@@ -24,6 +24,7 @@ from blendkv.eval.metrics import f1, first_line, rouge_l
 from blendkv.eval.modes import EvalMode, parse_eval_mode
 from blendkv.eval.run import RED
 from blendkv.eval.subject import Built, Subject, Truth, build
+from blendkv.store.codecs import RAW
 
 GRID = (
     *(f"blend:strided@{b:g}" for b in (0.02, 0.03, 0.05, 0.10, 0.15, 0.20)),
@@ -108,8 +109,8 @@ def calibrate(
     passed = sorted((r for r in rows if r.passed), key=lambda r: 1.0 if r.cost is None else r.cost)
     cheapest = passed[0] if passed else None
     told = {
-        **(data or {}), "items": len(items), "seed": seed, "chunks": chunks, "f1_full": full,
-        "confidence_per_rule": level, "left_out": left_out,
+        **(data or {}), "items": len(items), "seed": seed, "chunks": chunks, "codec": subject.codec,
+        "f1_full": full, "confidence_per_rule": level, "left_out": left_out,
     }  # fmt: skip
     return Verdict(
         bool(passed), red or summary(rows, cheapest, target, level, left_out), cheapest.mode if cheapest else None,
@@ -154,7 +155,7 @@ def _oracles(subject: Subject, item: EvalItem, built: Built, truth: Truth, recip
     rounding = _ROUNDING if subject.dtype == "float32" else RED
     if not (kl := subject.budget_one(built, truth)) <= rounding:
         return f"with every token recomputed, KL to full prefill is {kl:.3g}"
-    if recipe == "system":
+    if recipe == "system" and subject.codec == RAW:
         alone, whole = _prepare(subject, item, 1)
         if not (kl := subject.compare(alone, EvalMode("reuse", parse_mode("reuse")), whole).kl) <= rounding:
             return f"one chunk behind the prefix that it was computed behind has KL {kl:.3g} to full prefill"

@@ -19,6 +19,7 @@ from blendkv.eval.run import EvalSettings
 from blendkv.eval.subject import Subject, build
 from blendkv.eval.subject_torch import TorchSubject
 from blendkv.library import Library
+from blendkv.store.codecs import RAW
 from blendkv.store.tiered import KVStore
 from blendkv.types import Prompt
 
@@ -28,7 +29,8 @@ MEMORY_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class Opening:
-    """Which engine, and how. ``store`` is a folder that keeps the chunk KVs; None for one that goes with the run.
+    """Which engine, and how. ``store`` is a folder that keeps the chunk KVs, by ``codec``; None for one that goes with
+    the run.
 
     With ``plan``, timed requests go through the loading planner; distributions are compared for the mode as it is
     named.
@@ -47,6 +49,7 @@ class Opening:
     threads: int = 1
     memory_share: float | None = None
     plan: bool = False
+    codec: str = RAW
 
     def subject(self, opened: ExitStack) -> Subject:
         """Load the model; it is released with ``opened``."""
@@ -59,14 +62,15 @@ class Opening:
             loaded = TorchEngine.load(self.model, dtype=self.dtype, device=self.device)
             if self.plan:
                 start_planner(loaded, self._existing(opened))
-            subject = TorchSubject(loaded, KVStore.open(self.store, memory_bytes=MEMORY_BYTES))
+            kept = KVStore.open(self.store, memory_bytes=MEMORY_BYTES)
+            subject = TorchSubject(loaded, kept, codec=self.codec)
             return opened.enter_context(closing(subject))
         if self.engine == "vllm":
             from blendkv.eval.subject_vllm import VllmSubject
 
             measured = VllmSubject(
                 self.model, self._folder(opened), dtype=self.dtype, threads=self.threads,
-                memory_share=self.memory_share,
+                memory_share=self.memory_share, codec=self.codec,
             )  # fmt: skip
             return opened.enter_context(closing(measured))
         raise InputError(f"unknown engine {self.engine!r}; allowed: torch, vllm")
@@ -94,7 +98,7 @@ class Opening:
 
         folder = self._folder(opened)
         more: dict[str, Any] = {} if self.memory_share is None else {"gpu_memory_utilization": self.memory_share}
-        connector = {"min_saving": -1.0, "ignore_gate": True}
+        connector = {"min_saving": -1.0, "ignore_gate": True, "codec": self.codec}
         engine = VllmEngine.load(
             self.model, store=folder, dtype=self.dtype, enforce_eager=True, connector=connector,
             enable_prefix_caching=False, **more,

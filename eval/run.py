@@ -73,9 +73,9 @@ class _State:
 def describe(subject: Subject, settings: EvalSettings, data: str, form: str | None, threads: int) -> dict[str, Any]:
     """What ``run.json`` holds at the start; ``config`` is a digest of all that the figures depend on."""
     told = {
-        "engine": subject.engine_name, "fingerprint": subject.fingerprint, "dtype": subject.dtype, "data": data,
-        "format": form, "threads": threads, "system": subject.builder.system, "settings": asdict(settings),
-        "version": __version__,
+        "engine": subject.engine_name, "fingerprint": subject.fingerprint, "dtype": subject.dtype,
+        "codec": subject.codec, "data": data, "format": form, "threads": threads, "system": subject.builder.system,
+        "settings": asdict(settings), "version": __version__,
     }  # fmt: skip
     digest = hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
     return {

@@ -78,6 +78,7 @@ class Subject(Protocol):
     model: str
     fingerprint: str
     dtype: str
+    codec: str
     layers: int
     context: int
     tokenizer: Any
@@ -102,7 +103,10 @@ class Subject(Protocol):
         """Answer greedily, as a user would ask, and time the first token."""
 
     def budget_one(self, built: Built, truth: Truth) -> float:
-        """KL to full prefill with every token recomputed: correctness is red when this is more than rounding."""
+        """KL to full prefill with every token recomputed: correctness is red when this is more than rounding.
+
+        That includes what a codec with losses did to a chunk that would be exact where it stands.
+        """
 
     def close(self) -> None:
         """Release the model."""

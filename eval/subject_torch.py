@@ -20,9 +20,11 @@ from blendkv.eval.subject import CONTINUATION, Asked, Built, Comparison, Truth, 
 from blendkv.library import ChunkLibrary
 from blendkv.prompt import DEFAULT_SYSTEM, PromptBuilder
 from blendkv.store.base import ChunkReader
-from blendkv.store.tiered import KVStore
+from blendkv.store.codecs import RAW
+from blendkv.store.door import Store
 from blendkv.types import Prompt, RecipeKind, to_tensor
 
+Through = Callable[[Sequence[ChunkReader | None]], list[ChunkReader | None]]
 _NOTHING = BlendSettings("strided", 0.0, "off")
 """Recompute nothing that is stored."""
 
@@ -47,25 +49,33 @@ class TorchSubject:
         Its model can be blended.
     store
         Keeps the chunk KVs; closed with the subject.
-    recipe, system
-        How chunks are computed, and behind what.
+    recipe, system, codec
+        How chunks are computed, behind what, and how they are stored.
 
     Raises
     ------
     UnsupportedModelError
         If the model cannot be blended.
+    InputError
+        If the codec cannot be used with it.
     """
 
     engine_name = "torch"
 
     def __init__(
-        self, engine: TorchEngine, store: KVStore, recipe: RecipeKind = "system", system: str = DEFAULT_SYSTEM
+        self,
+        engine: TorchEngine,
+        store: Store,
+        recipe: RecipeKind = "system",
+        system: str = DEFAULT_SYSTEM,
+        codec: str = RAW,
     ) -> None:
         self.engine = engine
         self.model, self.fingerprint, self.dtype = engine.name, engine.fingerprint, engine.dtype
         self.layers, self.context, self.tokenizer = len(engine.runner.layers), engine.context, engine.tokenizer
         self.builder = PromptBuilder(engine.tokenizer, system)
-        self.library = ChunkLibrary(engine, store, recipe, self.builder.prefix)
+        self.library = ChunkLibrary(engine, store, recipe, self.builder.prefix, codec)
+        self.codec = codec
 
     def prepare(self, built: Built) -> None:
         """Compute and store the chunk KVs of a prompt."""
@@ -123,11 +133,11 @@ class TorchSubject:
         return mode.resolve(self._sizes(built.prompt))
 
     def _blend(
-        self, built: Built, settings: BlendSettings, prefix: bool = False
+        self, built: Built, settings: BlendSettings, through: Through | None = None
     ) -> tuple[ContiguousCache, BlendReport]:
-        """Blend into a new cache; with ``prefix``, only what is exact at the prompt's head is taken from the store."""
+        """Blend into a new cache; ``through`` as for `blendkv.library.ChunkLibrary.source`."""
         cache = self.engine.new_cache(len(built.prompt) + built.max_new_tokens + CONTINUATION + len(built.gold))
-        with self.library.source(built.prompt, _exact_head(built.prompt) if prefix else None) as source:
+        with self.library.source(built.prompt, through) as source:
             return cache, self.engine.blend(built.prompt, source, cache, settings, logits_to_keep=1)
 
     def compare(self, built: Built, mode: EvalMode, truth: Truth, deviation: bool = False) -> Comparison:
@@ -135,7 +145,8 @@ class TorchSubject:
         state: _State = truth.state
         if mode.exact and not mode.prefix:
             return self._rounding(built, state)
-        cache, done = self._blend(built, self.mode_of(built, mode).settings or _NOTHING, mode.prefix)
+        through = _exact_head(built.prompt) if mode.prefix else None
+        cache, done = self._blend(built, self.mode_of(built, mode).settings or _NOTHING, through)
         assert done.logits is not None
         with self.engine.lock, torch.inference_mode():
             continued = self._forced(done.logits, state.continuation, cache)
@@ -158,7 +169,7 @@ class TorchSubject:
     def budget_one(self, built: Built, truth: Truth) -> float:
         """KL to full prefill with every token recomputed."""
         state: _State = truth.state
-        cache, report = self._blend(built, BlendSettings("strided", 1.0))
+        cache, report = self._blend(built, BlendSettings("strided", 1.0), _without_losses(built.prompt))
         assert report.logits is not None
         with self.engine.lock, torch.inference_mode():
             continued = self._forced(report.logits, state.continuation, cache)
@@ -169,7 +180,7 @@ class TorchSubject:
         prompt, options = built.prompt, GenerationOptions(max_new_tokens=max_new_tokens)
         if mode.prefix:
             began = time.perf_counter()
-            cache, head = self._blend(built, _NOTHING, prefix=True)
+            cache, head = self._blend(built, _NOTHING, _exact_head(prompt))
             generation = self.engine.decoder(prompt.token_ids, cache, options, head.logits)
         else:
             asked = self.mode_of(built, mode)
@@ -190,7 +201,19 @@ class TorchSubject:
         self.library.store.close()
 
 
-def _exact_head(prompt: Prompt) -> Callable[[Sequence[ChunkReader | None]], list[ChunkReader | None]]:
+def _without_losses(prompt: Prompt) -> Through:
+    """Leave out what no budget recomputes although its codec changed it: a chunk that is exact where it stands."""
+    head = _exact_head(prompt)
+
+    def through(readers: Sequence[ChunkReader | None]) -> list[ChunkReader | None]:
+        kept = head(readers)
+        return [None if r is not None and r is k and r.recipe.codec != RAW else r
+                for r, k in zip(readers, kept, strict=True)]  # fmt: skip
+
+    return through
+
+
+def _exact_head(prompt: Prompt) -> Through:
     """Keep the readers of what an exact prefix cache can hold of a prompt: KV computed behind the very same tokens."""
 
     def through(readers: Sequence[ChunkReader | None]) -> list[ChunkReader | None]:

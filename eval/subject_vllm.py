@@ -19,6 +19,7 @@ from blendkv.eval.bench.vllm_ttft import ENGINE, as_segments
 from blendkv.eval.modes import EvalMode, Sizes
 from blendkv.eval.subject import CONTINUATION, Asked, Built, Comparison, Truth
 from blendkv.prompt import DEFAULT_SYSTEM, PromptBuilder
+from blendkv.store.codecs import RAW
 
 KV_BYTES = 2 << 30
 """Room for vLLM's pages on a CPU."""
@@ -43,6 +44,8 @@ class VllmSubject:
         Of the engine.
     memory_share
         The engine's share of a GPU's memory.
+    codec
+        How the connector stores chunk KVs.
 
     Raises
     ------
@@ -62,8 +65,10 @@ class VllmSubject:
         threads: int = 1,
         memory_share: float | None = None,
         system: str = DEFAULT_SYSTEM,
+        codec: str = RAW,
     ) -> None:
         require_vllm()
+        self.codec = codec
         folder = resolve_folder(model)
         self.model, self.fingerprint = model_name(model, folder), fingerprint_folder(folder)
         self.tokenizer = load_tokenizer(folder)
@@ -77,6 +82,7 @@ class VllmSubject:
             started = self._process.call(
                 "start", model=str(folder), dtype=own_dtype(folder) if dtype == "auto" else dtype,
                 max_model_len=self.context, eager=True, memory_share=memory_share, store=str(store), min_saving=-1.0,
+                codec=codec,
             )  # fmt: skip
         except BaseException:
             self._process.close()

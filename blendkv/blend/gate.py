@@ -7,6 +7,7 @@ Without one, blending is allowed; after one that failed, every blend becomes a f
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -16,8 +17,10 @@ from typing import Any, Literal
 from blendkv.blend.settings import Mode, parse_mode
 from blendkv.config import home
 from blendkv.errors import GateError, InputError
+from blendkv.store.codecs import RAW
 from blendkv.store.files import fsync_directory, make_directory, temporary_file, write_all
 
+_log = logging.getLogger(__name__)
 FOLDER = "gate"
 FORMAT = 2
 REASON = "gate"
@@ -115,7 +118,7 @@ class Verdict:
     target, evidence
         What was asked for, and what was measured.
     data
-        The sample: ``source``, ``format``, ``items``, ``seed``.
+        The sample: ``source``, ``format``, ``items``, ``seed``; and ``codec``, how its chunk KVs were stored.
     model, dtype, recipe, engine
         What was measured.
     environment, version, date
@@ -167,8 +170,10 @@ class Gate:
     measure: str = "blendkv calibrate --model MODEL --store DIR"
 
     @classmethod
-    def read(cls, store: Path | None, fingerprint: str, model: str, required: bool = False) -> Gate:
+    def read(cls, store: Path | None, fingerprint: str, model: str, required: bool = False, codec: str = RAW) -> Gate:
         """The gate of a model over a store; None for one without a folder.
+
+        A verdict that was measured with another codec says nothing of this one: the model counts as not measured.
 
         Raises
         ------
@@ -176,7 +181,15 @@ class Gate:
             If there is a verdict that cannot be read.
         """
         where = "" if store is None else f" --store {store}"
-        return cls(read_verdict(store, fingerprint), required, f"blendkv calibrate --model {model}{where}")
+        how = "" if codec == RAW else f" --codec {codec}"
+        verdict, measure = read_verdict(store, fingerprint), f"blendkv calibrate --model {model}{where}{how}"
+        if verdict is not None and (measured := verdict.data.get("codec", RAW)) != codec:
+            _log.warning(
+                "the quality gate measured %s with codec %s, chunk KVs are stored with %s: not measured; run %s",
+                *(model, measured, codec, measure),
+            )
+            verdict = None
+        return cls(verdict, required, measure)
 
     @property
     def state(self) -> State:

@@ -10,7 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from blendkv.cli.common import Device, Dtype, Json, Threads, describe_machine, emit, err, number, out, stages, table
+from blendkv.cli.common import (
+    Codec,
+    Device,
+    Dtype,
+    Json,
+    Threads,
+    describe_machine,
+    emit,
+    err,
+    number,
+    out,
+    stages,
+    table,
+)
 from blendkv.config import home
 from blendkv.errors import InputError
 
@@ -33,6 +46,7 @@ def calibrate(
     confidence: Annotated[float, typer.Option(help="Of both bounds.")] = 0.95,
     engine: Annotated[Literal["torch", "vllm"], typer.Option(help="Who runs the model.")] = "torch",
     chunks: Annotated[int, typer.Option(help="Most passages per prompt.", min=1)] = 6,
+    codec: Codec = None,
     seed: Annotated[int, typer.Option(help="Of generated data, the order of the items, and the bounds.")] = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -45,10 +59,14 @@ def calibrate(
     from blendkv.blend.gate import Target, write_verdict
     from blendkv.eval.calibrate import calibrate as search
     from blendkv.eval.datasets import load_items
+    from blendkv.store.codecs import CODECS, RAW
 
+    if codec is not None:
+        CODECS.get(codec)
     target = Target(kl, f1, confidence)
     wanted = None if modes is None else [m.strip() for m in modes.split(",") if m.strip()]
     own = {} if store is None else _of_store(store.expanduser())
+    own["codec"] = codec or own.get("codec") or RAW
     name = model or own.get("model") or "demo"
     items = load_items(data, form, seed=seed, limit=limit)
     torch.set_num_threads(threads or torch.get_num_threads())
@@ -71,13 +89,13 @@ def calibrate(
 
 
 def _of_store(store: Path) -> dict[str, Any]:
-    """What a store was made with: ``fingerprint``, ``model``, ``recipe`` and ``system``, as far as it knows."""
+    """What a store was made with: ``fingerprint``, ``model``, ``recipe``, ``codec``, ``system``, as far as it knows."""
     from blendkv.pipeline import check_store
     from blendkv.retrieval.collection import Collection
 
     check_store(store)
     with Collection(store) as collection:
-        found = {n: collection.get_meta(n) for n in ("fingerprint", "model", "recipe", "system")}
+        found = {n: collection.get_meta(n) for n in ("fingerprint", "model", "recipe", "codec", "system")}
     return {n: v for n, v in found.items() if v is not None}
 
 
@@ -95,11 +113,11 @@ def _subject(engine: str, model: str, own: dict[str, Any], dtype: str, device: s
         if engine == "torch":
             loaded = opened.enter_context(closing(TorchEngine.load(model, dtype=dtype, device=device)))
             kept = KVStore.open(None, memory_bytes=MEMORY_BYTES)
-            yield opened.enter_context(closing(TorchSubject(loaded, kept, recipe, system)))
+            yield opened.enter_context(closing(TorchSubject(loaded, kept, recipe, system, own["codec"])))
             return
         if (recipe, system) != ("system", DEFAULT_SYSTEM):
             raise InputError("the store has a recipe or a system message of its own; measure it with --engine torch")
-        yield Opening(engine, model, dtype=dtype, device=device).subject(opened)
+        yield Opening(engine, model, dtype=dtype, device=device, codec=own["codec"]).subject(opened)
 
 
 def _show(verdict: Verdict, path: Path) -> None:

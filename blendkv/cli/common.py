@@ -20,6 +20,10 @@ out = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 err = Console(stderr=True, highlight=False)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+Codec = Annotated[
+    str | None,
+    typer.Option(help="How chunk KVs are stored: raw, fp8, int8, turbo4, turbo3 or turbo2; see docs/codecs.md."),
+]
 Store = Annotated[str, typer.Option("--store", help="Folder of the store.")]
 Memory = Annotated[str, typer.Option(help="Limit of the memory tier, such as 2GB.")]
 Disk = Annotated[str | None, typer.Option(help="Limit of the chunk KVs on disk, such as 100GB; none by default.")]
@@ -40,14 +44,19 @@ def emit(command: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> None:
     sys.stdout.write(json.dumps(result, indent=2, default=str) + "\n")
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a table; None is shown as a dash."""
+def built_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+    """A table; None is shown as a dash."""
     shown = Table(title=title, title_justify="left")
     for column in columns:
         shown.add_column(column, overflow="fold")
     for row in rows:
         shown.add_row(*(Text("-" if cell is None else str(cell)) for cell in row))
-    out.print(shown)
+    return shown
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Print a `built_table`."""
+    out.print(built_table(title, columns, rows))
 
 
 def number(value: float | None, digits: int = 3) -> str | None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from blendkv.cli.common import Device, Dtype, Json, Threads, describe_machine, emit, number, out, stages, table
+from blendkv.cli.common import Codec, Device, Dtype, Json, Threads, describe_machine, emit, number, out, stages, table
 
 app = typer.Typer(help="Quality against speed, for a model and a data set.")
 DEFAULT_MODES = (
@@ -38,6 +38,7 @@ def run(
     load_rate: Annotated[float | None, typer.Option(help="Its requests per second; what full prefill bears.")] = None,
     seed: Annotated[int, typer.Option(help="Of generated data and of the bootstrap.")] = 0,
     store: Annotated[Path | None, typer.Option(help="Folder that keeps the chunk KVs; by default none does.")] = None,
+    codec: Codec = "raw",
     plan: Annotated[bool, typer.Option("--plan", help="Let the loading planner decide (torch).")] = False,
     memory_share: Annotated[float | None, typer.Option(help="vLLM's share of a GPU's memory.")] = None,
     dtype: Dtype = "auto",
@@ -56,13 +57,16 @@ def run(
     from blendkv.eval.report.svg import require_matplotlib
     from blendkv.eval.run import EvalSettings, describe, run_eval
     from blendkv.eval.summary import write_summary
+    from blendkv.store.codecs import CODECS, RAW
 
+    stored_as = codec or RAW
+    CODECS.get(stored_as)
     require_matplotlib()  # what the report needs is missed now, not after an hour
     wanted = parse_eval_modes(modes)
     settings = EvalSettings(chunks, repeats, deviation_items, seed, plan)
     items = load_items(data, form, seed=seed, limit=limit)
     torch.set_num_threads(threads or torch.get_num_threads())
-    opening = Opening(engine, model, store, dtype, device, torch.get_num_threads(), memory_share, plan)
+    opening = Opening(engine, model, store, dtype, device, torch.get_num_threads(), memory_share, plan, stored_as)
     with ExitStack() as opened, stages({"measuring": "answers"}, as_json) as progress:
         subject = opening.subject(opened)
         meta = describe(subject, settings, data, form, opening.threads)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from blendkv.cli.common import (
+    Codec,
     Device,
     Disk,
     Dtype,
@@ -37,6 +38,7 @@ def ingest(
     precompute: Annotated[Literal["all", "lazy"], typer.Option(help="all: compute every chunk's KV now.")] = "all",
     precompute_bytes: Annotated[str | None, typer.Option(help="At most so much KV now, such as 10GB.")] = None,
     recipe: Annotated[Literal["system", "bos"] | None, typer.Option(help="What stands before a chunk.")] = None,
+    codec: Codec = None,
     system: Annotated[str | None, typer.Option(help="The system message of the prompts.")] = None,
     chunk_tokens: Annotated[int, typer.Option(help="Target size of a chunk.")] = 384,
     embedder: Annotated[str | None, typer.Option(help="minilm (default), or a sentence-transformers model.")] = None,
@@ -62,6 +64,7 @@ def ingest(
         store,
         model,
         recipe=recipe,
+        codec=codec,
         system=system,
         embedder=embedder,
         memory=memory,

@@ -12,6 +12,7 @@ from blendkv.errors import InputError, PromptTooLongError
 from blendkv.kernels import AttentionParams, Statistic
 from blendkv.kernels.rotation import Pairing
 from blendkv.store.base import ChunkReader
+from blendkv.store.codecs import CODECS, RAW
 from blendkv.types import ChunkKV, Prompt, Recipe, RecipeKind, TokenIds
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from blendkv.blend.loading import LoadPlan
     from blendkv.engines.generation import Generation
     from blendkv.library import Library
-    from blendkv.store.tiered import KVStore
+    from blendkv.store.door import Store
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,15 @@ class ModelRunner(Protocol):
         ...
 
 
-def kv_bytes_per_token(runner: ModelRunner) -> int:
-    """Bytes of K and V of one token over all layers."""
-    size = torch.empty(0, dtype=runner.dtype).element_size()
-    return sum(spec.kv_bytes(size) for spec in runner.layers)
+def kv_bytes_per_token(runner: ModelRunner, codec: str = RAW) -> int:
+    """Bytes of K and V of one token over all layers, as ``codec`` stores them."""
+    size, vector = runner.dtype.itemsize, CODECS.get(codec).vector_bytes
+    return sum(s.kv_heads * (vector(s.head_dim, size) + vector(s.v_head_dim, size)) for s in runner.layers)
+
+
+def head_dims(runner: ModelRunner) -> set[int]:
+    """Head dims of K and V of all layers."""
+    return {dim for spec in runner.layers for dim in (spec.head_dim, spec.v_head_dim)}
 
 
 class KVSource(Protocol):
@@ -249,8 +255,14 @@ class Engine(Protocol):
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers."""
 
-    def library(self, store: KVStore, kind: RecipeKind, system_prefix: TokenIds) -> Library:
-        """The chunk KVs of this engine in ``store``, of one recipe kind behind one system prefix."""
+    def library(self, store: Store, kind: RecipeKind, system_prefix: TokenIds, codec: str | None = None) -> Library:
+        """The chunk KVs of this engine in ``store``, of one recipe kind and codec behind one system prefix.
+
+        Raises
+        ------
+        InputError
+            If the codec, by default the engine's own, cannot be used with this model.
+        """
 
     def conversation(self) -> Conversation:
         """Start a conversation, to be given to each of its turns."""

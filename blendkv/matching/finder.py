@@ -15,7 +15,7 @@ from blendkv.matching.overlaps import choose
 from blendkv.matching.recipes import RecipeBook
 from blendkv.matching.records import MIN_TOKENS, Records, concatenate, records_of
 from blendkv.store.base import IndexEntry, IndexReader
-from blendkv.store.tiered import KVStore
+from blendkv.store.door import Store
 from blendkv.types import TokenIds, as_token_ids
 
 PAIRS_PER_TOKEN, PAIRS = 2, 4096
@@ -60,11 +60,11 @@ class ChunkFinder:
     store
         Its index is read; its KV is not touched.
     fingerprint, dtype, bos_token_id, codec
-        Of the engine: fingerprint of the model, dtype and codec of the recipes, BOS or None.
+        Of the engine: fingerprint of the model, dtype and codec of the chunks' recipes, BOS or None.
     """
 
     def __init__(
-        self, store: KVStore, fingerprint: str, dtype: str, bos_token_id: int | None, codec: str = "raw"
+        self, store: Store, fingerprint: str, dtype: str, bos_token_id: int | None, codec: str = "raw"
     ) -> None:
         self._store = store
         self._fingerprint, self._dtype, self._codec, self._bos = fingerprint, dtype, codec, bos_token_id

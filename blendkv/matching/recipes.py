@@ -40,8 +40,9 @@ class RecipeBook:
         bos = () if bos_token_id is None else (bos_token_id,)
         self._fingerprint = fingerprint
         self._bos = Recipe("bos", bos, dtype, codec)
-        self.start = Recipe("system", (), dtype, codec)
-        """The recipe of a system prefix itself."""
+        self._dtype, self._codec = dtype, codec
+        self.start = Recipe("system", (), dtype)
+        """The recipe of a system prefix itself, which is raw whatever the chunks are."""
         self.recipes: list[Recipe] = []
         self._numbers: dict[Recipe, int] = {}
         self._prefixes: list[TokenIds] = []
@@ -91,6 +92,6 @@ class RecipeBook:
         return sorted(found, key=lambda number: -int(self._lengths[number]))
 
     def _allowed(self, recipe: Recipe) -> bool:
-        if (recipe.dtype, recipe.codec) != (self.start.dtype, self.start.codec):
+        if (recipe.dtype, recipe.codec) != (self._dtype, self._codec):
             return False
         return recipe == self._bos or (recipe.kind == "system" and len(recipe.prefix) > 0)

@@ -16,6 +16,7 @@ from blendkv.blend import BlendSummary
 from blendkv.eval.bench.flops import FlopModel
 from blendkv.eval.bench.memory import peak_extra_bytes
 from blendkv.eval.bench.process import serve_operations
+from blendkv.store.codecs import RAW
 from blendkv.types import ChunkKV, as_token_ids
 
 FORCED_TOKENS = 16
@@ -23,10 +24,10 @@ FORCED_TOKENS = 16
 _MEMORY = "16GB"
 
 
-def transfer_config(store: str, min_saving: float | None = None) -> dict[str, Any]:
-    """VLLM's ``kv_transfer_config`` for a store; ``min_saving`` as in the connector's settings."""
+def transfer_config(store: str, min_saving: float | None = None, codec: str = RAW) -> dict[str, Any]:
+    """VLLM's ``kv_transfer_config`` for a store; ``min_saving`` and ``codec`` as in the connector's settings."""
     # What is measured is what was asked for, whatever a verdict on the model says.
-    extra: dict[str, Any] = {"store": store, "memory": _MEMORY, "ignore_gate": True}
+    extra: dict[str, Any] = {"store": store, "memory": _MEMORY, "ignore_gate": True, "codec": codec}
     if min_saving is not None:
         extra["min_saving"] = min_saving
     return {
@@ -57,6 +58,7 @@ class _Measured:
         memory_share: float | None,
         store: str | None = None,
         min_saving: float | None = None,
+        codec: str = RAW,
     ) -> dict[str, Any]:
         """Load the model; with a store, the connector is configured. Returns what the engine runs on."""
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -67,7 +69,7 @@ class _Measured:
         self.llm = LLM(
             model=model, dtype=dtype, max_model_len=max_model_len, enforce_eager=eager, skip_tokenizer_init=True,
             distributed_executor_backend="uni", logits_processors=[TeacherForcing], enable_prefix_caching=True,
-            **({} if store is None else {"kv_transfer_config": transfer_config(store, min_saving)}),
+            **({} if store is None else {"kv_transfer_config": transfer_config(store, min_saving, codec)}),
             **({} if memory_share is None else {"gpu_memory_utilization": memory_share}),
         )  # fmt: skip
         if store is not None:

@@ -51,6 +51,7 @@ class MadeUp:
     model: str = "made-up"
     fingerprint: str = "f00"
     dtype: str = "float32"
+    codec: str = "raw"
     rng: random.Random = field(default_factory=random.Random)
     compared: dict[str, list[str]] = field(default_factory=dict)
     asked: dict[str, list[str]] = field(default_factory=dict)

@@ -51,8 +51,8 @@ class EchoEngine:
     def __init__(self, tokenizer):
         self.tokenizer, self.asked, self.outcome = tokenizer, [], Outcome("full", seconds={"prepare": 0.0})
 
-    def library(self, store, kind, system_prefix):
-        return Names(self, store, kind, system_prefix)
+    def library(self, store, kind, system_prefix, codec=None):
+        return Names(self, store, kind, system_prefix, codec or "raw")
 
     def conversation(self):
         return Conversation()

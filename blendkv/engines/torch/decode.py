@@ -19,6 +19,7 @@ from transformers import (
 
 from blendkv.engines.base import GenerationOptions, Outcome
 from blendkv.engines.generation import End, Generation
+from blendkv.observe.tracing import carried, span
 
 
 class _Watch(StoppingCriteria):
@@ -68,6 +69,7 @@ class Decoder(Generation):
         self._eos = end_token_ids(model, tokenizer)
         self._output = TextOutput(tokenizer, options.stop)
         self._cancel = threading.Event()
+        self._work = carried(self._generate)
         self._put: Callable[[Any], None] = lambda item: None
         self._worker: threading.Thread | None = None
 
@@ -98,7 +100,7 @@ class Decoder(Generation):
             extra = {}
             if self._cache is not None and self._logits is not None:
                 extra = {"past_key_values": self._cache, "custom_generate": _behind(self._cache, self._logits)}
-            with self._lock, torch.inference_mode():
+            with self._lock, torch.inference_mode(), span("decode", prompt_tokens=len(self._ids)) as told:
                 if self._options.seed is not None:
                     torch.manual_seed(self._options.seed)
                 self._model.generate(
@@ -108,6 +110,7 @@ class Decoder(Generation):
                     stopping_criteria=StoppingCriteriaList([_Watch(self._received)]),
                     **extra,
                 )
+                told.set(tokens=len(self.tokens))
             self._put(self._output.flush())
             self._put(End(self._ended()))
         except BaseException as error:
@@ -121,7 +124,7 @@ class Decoder(Generation):
 
     def _start(self, put: Callable[[Any], None]) -> None:
         self._put = put
-        self._worker = threading.Thread(target=self._generate, name="blendkv-decode", daemon=True)
+        self._worker = threading.Thread(target=self._work, name="blendkv-decode", daemon=True)
         self._worker.start()
 
     def cancel(self) -> None:

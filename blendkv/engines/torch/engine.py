@@ -28,12 +28,14 @@ from blendkv.engines.torch.conversation import TorchConversation
 from blendkv.engines.torch.decode import Decoder, end_token_ids
 from blendkv.engines.torch.load import load_model
 from blendkv.engines.torch.runner import TorchRunner, context_of
-from blendkv.errors import DamagedChunkError, ModelLoadError, UnsupportedModelError
+from blendkv.errors import DamagedChunkError, ModelLoadError, UnavailableChunkError, UnsupportedModelError
 from blendkv.library import ChunkLibrary, Library
-from blendkv.store.tiered import KVStore
+from blendkv.observe.tracing import span
+from blendkv.store.codecs import RAW
+from blendkv.store.door import Store
 from blendkv.types import ChunkKV, Prompt, Recipe, RecipeKind, TokenIds, to_tensor
 
-_DAMAGED = "damaged chunk recomputed"
+_DAMAGED, _GONE = "damaged chunk recomputed", "chunk of a store that went away recomputed"
 _NO_END = "chunk KVs are damaged again and again while they are read: check the disk of the store"
 
 
@@ -130,12 +132,19 @@ class TorchEngine:
         self, prompt: Prompt, source: KVSource, cache: ContiguousCache, settings: BlendSettings, logits_to_keep: int = 0
     ) -> BlendReport:
         """Blend ``prompt`` behind what ``cache`` holds; see `blendkv.blend.blend`."""
-        with self.lock:
-            return blend(self.runner, prompt, source, cache, settings, logits_to_keep)
+        with self.lock, span("blend", tokens=len(prompt), budget_asked=settings.asked) as told:
+            report = blend(self.runner, prompt, source, cache, settings, logits_to_keep)
+            told.set(
+                budget_spent=report.budget_spent, reusable_tokens=report.reusable_tokens,
+                recomputed_tokens=report.recomputed_tokens, bytes=report.bytes_loaded,
+            )  # fmt: skip
+            return report
 
-    def library(self, store: KVStore, kind: RecipeKind, system_prefix: TokenIds) -> ChunkLibrary:
-        """The chunk KVs of this engine in ``store``."""
-        return ChunkLibrary(self, store, kind, system_prefix)
+    def library(
+        self, store: Store, kind: RecipeKind, system_prefix: TokenIds, codec: str | None = None
+    ) -> ChunkLibrary:
+        """The chunk KVs of this engine in ``store``, raw unless a codec is named."""
+        return ChunkLibrary(self, store, kind, system_prefix, codec or RAW)
 
     def conversation(self) -> TorchConversation:
         """Start a conversation, whose history stays in a cache."""
@@ -166,8 +175,8 @@ class TorchEngine:
         elif mode.settings is not None:
             conversation = conversation or TorchConversation(self, room=64)
             rest, cache = conversation.behind(prompt)
-            report, plan, damaged = self._blend_whole(rest, library, cache, mode.settings)
-            outcome = Outcome(str(mode), report, None, (_DAMAGED,) * damaged, plan=plan)
+            report, plan, incidents = self._blend_whole(rest, library, cache, mode.settings)
+            outcome = Outcome(str(mode), report, None, incidents, plan=plan)
             if report is None:
                 outcome, cache = Outcome("full", None, _NO_END, (*outcome.incidents, "damaged again and again")), None
         decoder = self.decoder(prompt.token_ids, cache, options, None if report is None else report.logits)
@@ -180,18 +189,22 @@ class TorchEngine:
 
     def _blend_whole(
         self, prompt: Prompt, library: ChunkLibrary, cache: ContiguousCache, settings: BlendSettings
-    ) -> tuple[BlendReport | None, LoadPlan | None, int]:
+    ) -> tuple[BlendReport | None, LoadPlan | None, tuple[str, ...]]:
         """Blend; a chunk that turns out damaged is dropped, computed again, and the blend starts over.
 
-        Returns the report, None when there is no end to the damage, the plan, and the number of damaged chunks.
+        So it does for a chunk whose rest does not come, with which nothing is wrong. Returns the report, None when
+        there is no end to it, the plan, and what happened.
         """
-        tries = len(prompt.segments) + 1
-        for damaged in range(tries):
+        incidents: tuple[str, ...] = ()
+        for _ in range(len(prompt.segments) + 1):
             try:
-                return *self._blend_once(prompt, library, cache, settings), damaged
+                return *self._blend_once(prompt, library, cache, settings), incidents
+            except UnavailableChunkError:
+                incidents += (_GONE,)
             except DamagedChunkError as error:
                 library.store.discard(error.key, error.reason)
-        return None, None, tries
+                incidents += (_DAMAGED,)
+        return None, None, incidents
 
     def _blend_once(
         self, prompt: Prompt, library: ChunkLibrary, cache: ContiguousCache, settings: BlendSettings

@@ -10,6 +10,8 @@ from typing import Any
 from blendkv.engines.vllm.extension import QUALIFIED_NAME
 from blendkv.engines.vllm.settings import ConnectorSettings
 from blendkv.errors import InputError, MissingDependencyError
+from blendkv.library import stored_codec
+from blendkv.store.codecs import RAW, check_codec
 
 _OURS = ("kv_transfer_config", "worker_extension_cls", "model")
 
@@ -52,19 +54,30 @@ def engine_arguments(
     Raises
     ------
     InputError
-        If ``more`` holds what is set here.
+        If ``more`` holds what is set here, or the codec of the connector, or of the store, cannot take the model's
+        heads: inside vLLM's processes that would end in its log.
     """
     if taken := sorted(set(more) & set(_OURS)):
         raise InputError(f"{', '.join(taken)} cannot be given to vLLM here: VllmEngine sets it")
+    transfer = transfer_config(store, connector)
+    if (codec := connector.get("codec") or stored_codec(store) or RAW) != RAW:
+        check_codec(codec, [_head_dim(folder)])
     return {
         "served_model_name": name,
         "disable_log_stats": True,
         **{key: value for key, value in more.items() if value is not None},
         "model": str(folder),
         "dtype": own_dtype(folder) if dtype == "auto" else dtype,
-        "kv_transfer_config": transfer_config(store, connector),
+        "kv_transfer_config": transfer,
         "worker_extension_cls": QUALIFIED_NAME,
     }
+
+
+def _head_dim(folder: Path) -> int:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def own_dtype(folder: Path) -> str:

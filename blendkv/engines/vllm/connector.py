@@ -34,8 +34,10 @@ from blendkv.engines.vllm.scheduler import BlendScheduler
 from blendkv.engines.vllm.settings import ConnectorSettings
 from blendkv.engines.vllm.stats import BlendProm, BlendStats
 from blendkv.engines.vllm.worker import BlendWorker, bos_token_id, described, model_folder
-from blendkv.errors import InputError, UnsupportedModelError
+from blendkv.errors import InputError, StoreError, UnsupportedModelError
+from blendkv.library import stored_codec
 from blendkv.matching import ChunkFinder
+from blendkv.store.codecs import RAW, check_codec
 
 activate()
 _log = logging.getLogger(__name__)
@@ -66,6 +68,8 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         self._blender: BlendWorker | None = None
         self._refused: UnsupportedModelError | None = None
         self._fingerprint = fingerprint_folder(model_folder(vllm_config))
+        self.codec = self.settings.codec or stored_codec(self.settings.store) or RAW
+        check_codec(self.codec, [vllm_config.model_config.get_head_size()])
         self._scheduler: BlendScheduler | None = None
         self._apart = vllm_config.parallel_config.distributed_executor_backend != "uni"  # workers are other processes
         idle_memory = self._apart and role == KVConnectorRole.SCHEDULER
@@ -81,9 +85,12 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         config = self._vllm_config
         dtype = str(config.model_config.dtype).removeprefix("torch.")
         bos = bos_token_id(config)
-        facts = Facts(self._fingerprint, dtype, bos, bool(config.cache_config.enable_prefix_caching))
-        finder = ChunkFinder(self._store, self._fingerprint, dtype, bos)
-        finder.refresh()  # the first one reads the whole index
+        facts = Facts(self._fingerprint, dtype, bos, bool(config.cache_config.enable_prefix_caching), self.codec)
+        finder = ChunkFinder(self._store, self._fingerprint, dtype, bos, self.codec)
+        try:
+            finder.refresh()  # the first one reads the whole index
+        except StoreError as error:  # a daemon that does not answer now; each step tries again
+            _log.warning("chunks cannot be found by content yet: %s", error)
         gate, settings = self._gate(), self.settings
         if settings.mode is None:
             settings = replace(settings, mode=str(gate.mode(None)))
@@ -97,7 +104,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         if self.settings.ignore_gate:
             return Gate()
         model = str(model_folder(self._vllm_config))
-        return Gate.read(self.settings.store, self._fingerprint, model, self.settings.require_gate)
+        return Gate.read(self.settings.store, self._fingerprint, model, self.settings.require_gate, self.codec)
 
     @property
     def scheduler(self) -> BlendScheduler:
@@ -175,7 +182,9 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
             raise self._refused
         if self._blender is None:
             try:
-                self._blender = BlendWorker(self._vllm_config, self._kv_cache_config, self._store, self._fingerprint)
+                self._blender = BlendWorker(
+                    self._vllm_config, self._kv_cache_config, self._store, self._fingerprint, self.codec
+                )
             except UnsupportedModelError as error:
                 self._refused, self._report.refused = error, str(error)
                 raise

@@ -24,7 +24,7 @@ from blendkv.engines.vllm.loop import EngineLoop
 from blendkv.engines.vllm.requests import cache_salt, sampling_arguments, transfer_params
 from blendkv.errors import BlendKVError, EngineError, InputError, ModelLoadError, UnsupportedModelError
 from blendkv.library import Library
-from blendkv.store.tiered import KVStore
+from blendkv.store.door import Store
 from blendkv.types import Prompt, RecipeKind, TokenIds
 
 _PATIENCE = 30.0
@@ -56,6 +56,8 @@ class VllmEngine:
         Tokens that prompt and answer may have together.
     eos_token_ids
         Tokens that end an answer.
+    codec
+        How the connector stores chunk KVs.
     unsupported
         Why the model cannot be blended; full prefill still works.
     """
@@ -73,7 +75,9 @@ class VllmEngine:
         self.fingerprint = fingerprint_folder(folder)
         why = described["unsupported"]
         self.unsupported: UnsupportedModelError | None = None if why is None else UnsupportedModelError(why)
+        self.codec: str = described["codec"]
         self._kv_bytes: int | None = described["kv_bytes_per_token"]
+        self._stored_bytes: int | None = described["stored_bytes_per_token"]
         self._finalizer = weakref.finalize(self, _shut_down, llm, loop)
 
     @classmethod
@@ -179,19 +183,40 @@ class VllmEngine:
         UnsupportedModelError
             If the model cannot be blended, with the cause.
         """
-        if self._kv_bytes is None:
+        return self._known(self._kv_bytes)
+
+    @property
+    def stored_bytes_per_token(self) -> int:
+        """The same as the connector's codec stores them.
+
+        Raises
+        ------
+        UnsupportedModelError
+            If the model cannot be blended, with the cause.
+        """
+        return self._known(self._stored_bytes)
+
+    def _known(self, count: int | None) -> int:
+        if count is None:
             assert self.unsupported is not None
             raise self.unsupported
-        return self._kv_bytes
+        return count
 
-    def library(self, store: KVStore, kind: RecipeKind, system_prefix: TokenIds) -> WorkerLibrary:
+    def library(
+        self, store: Store, kind: RecipeKind, system_prefix: TokenIds, codec: str | None = None
+    ) -> WorkerLibrary:
         """The chunk KVs of this engine in ``store``.
 
         Raises
         ------
         InputError
-            If that is not the store that vLLM's workers have open.
+            If that is not the store that vLLM's workers have open, or not their codec.
         """
+        if codec not in (None, self.codec):
+            raise InputError(
+                f"vLLM's workers store chunk KVs with codec {self.codec}, asked for {codec}: "
+                f'load the engine with connector={{"codec": "{codec}"}}'
+            )
         if store.path != self.store:
             raise InputError(
                 f"vLLM's workers have the store {self.store} open, not {store.path}: load an engine per store"

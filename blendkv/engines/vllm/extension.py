@@ -22,7 +22,10 @@ class BlendExtension:
     """Methods that every worker gets."""
 
     def blendkv_describe(self) -> dict[str, Any]:
-        """Whether the model can be blended (``unsupported``: why not), and the bytes of KV of one token."""
+        """Whether the model can be blended (``unsupported``: why not), the codec, and a token's bytes of KV.
+
+        ``kv_bytes_per_token`` counts K and V as the model has them, ``stored_bytes_per_token`` as the store has them.
+        """
         return _answered(lambda: _describe(self.vllm_config.model_config))  # type: ignore[attr-defined]
 
     def blendkv_precompute(self, chunks: list[list[int]], kind: str, prefix: list[int]) -> dict[str, Any]:
@@ -40,21 +43,32 @@ def _answered(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"error": [type(error).__name__, str(error)]}
 
 
-def _blender() -> Any:
-    """The worker's half of the connector of this process."""
+def _connector() -> Any:
+    """The connector of this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return get_kv_transfer_group().blender()
+    return get_kv_transfer_group()
+
+
+def _blender() -> Any:
+    """Its worker's half."""
+    return _connector().blender()
 
 
 def _describe(model: Any) -> dict[str, Any]:
+    codec = _connector().codec
     try:
-        layers = _blender().runner
+        runner = _blender().runner
     except UnsupportedModelError as error:
-        return {"unsupported": str(error), "kv_bytes_per_token": None}
-    ours = kv_bytes_per_token(layers)
-    share = model.get_total_num_kv_heads() / layers.layers[0].kv_heads  # a rank has its own heads only
-    return {"unsupported": None, "kv_bytes_per_token": round(ours * share)}
+        nothing = {"kv_bytes_per_token": None, "stored_bytes_per_token": None}
+        return {"unsupported": str(error), "codec": codec, **nothing}
+    share = model.get_total_num_kv_heads() / runner.layers[0].kv_heads  # a rank has its own heads only
+    return {
+        "unsupported": None,
+        "codec": codec,
+        "kv_bytes_per_token": round(kv_bytes_per_token(runner) * share),
+        "stored_bytes_per_token": round(kv_bytes_per_token(runner, codec) * share),
+    }
 
 
 def _precompute(chunks: list[list[int]], kind: str, prefix: list[int]) -> dict[str, Any]:

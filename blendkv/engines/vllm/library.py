@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from blendkv import library
 from blendkv.library import Library, batches
-from blendkv.store.tiered import KVStore
+from blendkv.store.door import Store
 from blendkv.types import RecipeKind, TokenIds
 
 if TYPE_CHECKING:
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 class WorkerLibrary(Library):
     """A `Library` over the store that vLLM's workers have open too."""
 
-    def __init__(self, engine: VllmEngine, store: KVStore, kind: RecipeKind, system_prefix: TokenIds) -> None:
-        super().__init__(engine, store, kind, system_prefix)
+    def __init__(self, engine: VllmEngine, store: Store, kind: RecipeKind, system_prefix: TokenIds) -> None:
+        super().__init__(engine, store, kind, system_prefix, engine.codec)
         self.engine = engine
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of K and V of one token over all layers."""
-        return self.engine.kv_bytes_per_token
+        """Bytes of K and V of one token over all layers, as they are stored."""
+        return self.engine.stored_bytes_per_token
 
     def fill(self, chunks: Sequence[TokenIds]) -> Iterator[int]:
         """Compute and store chunks, pass by pass, between which vLLM serves its requests."""

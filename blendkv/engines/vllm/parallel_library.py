@@ -10,8 +10,9 @@ from blendkv.engines.base import ChunkEngine
 from blendkv.engines.vllm.parallel import Ranks
 from blendkv.library import ChunkLibrary
 from blendkv.store.base import ChunkReader
+from blendkv.store.codecs import RAW
+from blendkv.store.door import Store
 from blendkv.store.reports import StoreStat
-from blendkv.store.tiered import KVStore
 from blendkv.types import ChunkKV, Prompt, RecipeKind, TokenIds, chunk_key
 
 _log = logging.getLogger(__name__)
@@ -19,11 +20,13 @@ _COMPUTED_BYTES = 1 << 28
 """Most KV that a rank keeps of what was computed and not yet seen in the store."""
 
 
-def library(ranks: Ranks, engine: ChunkEngine, store: KVStore, kind: RecipeKind, prefix: TokenIds) -> ChunkLibrary:
+def library(
+    ranks: Ranks, engine: ChunkEngine, store: Store, kind: RecipeKind, prefix: TokenIds, codec: str
+) -> ChunkLibrary:
     """The library for a number of ranks: `ChunkLibrary` for one, else `ParallelLibrary`."""
     if ranks.size == 1:
-        return ChunkLibrary(engine, store, kind, prefix)
-    return ParallelLibrary(ranks, engine, store, kind, prefix)
+        return ChunkLibrary(engine, store, kind, prefix, codec)
+    return ParallelLibrary(ranks, engine, store, kind, prefix, codec)
 
 
 class ParallelLibrary(ChunkLibrary):
@@ -34,9 +37,15 @@ class ParallelLibrary(ChunkLibrary):
     """
 
     def __init__(
-        self, ranks: Ranks, engine: ChunkEngine, store: KVStore, kind: RecipeKind, system_prefix: TokenIds
+        self,
+        ranks: Ranks,
+        engine: ChunkEngine,
+        store: Store,
+        kind: RecipeKind,
+        system_prefix: TokenIds,
+        codec: str = RAW,
     ) -> None:
-        super().__init__(engine, store, kind, system_prefix)
+        super().__init__(engine, store, kind, system_prefix, codec)
         self._ranks = ranks
         self._at_hand: dict[str, ChunkReader | None] | None = None
         """While a prompt is looked up: what that has found, or computed, by key."""
@@ -45,7 +54,7 @@ class ParallelLibrary(ChunkLibrary):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of K and V of one token over all layers and all heads."""
+        """Bytes of K and V of one token over all layers and all heads, as they are stored."""
         share = self._ranks.share
         return super().bytes_per_token * share.size // share.replicas
 

@@ -13,7 +13,8 @@ from blendkv.engines.vllm.messages import Compute, NotBlendedError, Piece
 from blendkv.engines.vllm.settings import ConnectorSettings
 from blendkv.errors import InputError
 from blendkv.matching import Match
-from blendkv.store.tiered import KVStore
+from blendkv.store.codecs import RAW
+from blendkv.store.door import Store
 from blendkv.types import Recipe, RecipeKind, TokenIds, as_token_ids, chunk_key
 
 KINDS = ("system", "chunk", "history", "query")
@@ -37,6 +38,7 @@ class Facts:
     dtype: str
     bos_token_id: int | None
     prefix_caching: bool
+    codec: str = RAW
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Planner:
         Finds chunks by content in requests that do not say where their chunks are.
     """
 
-    def __init__(self, settings: ConnectorSettings, facts: Facts, store: KVStore, finder: Finder) -> None:
+    def __init__(self, settings: ConnectorSettings, facts: Facts, store: Store, finder: Finder) -> None:
         self._settings, self._facts, self._store, self._finder = settings, facts, store, finder
 
     def plan(self, request: Any) -> Plan | None:
@@ -150,7 +152,7 @@ class Planner:
         prefix = tuple(int(t) for t in ids[: segments[0][1]]) if segments[0][0] == "system" else ()
         kind: RecipeKind = recipe or ("system" if prefix else "bos")
         bos = () if facts.bos_token_id is None else (facts.bos_token_id,)
-        behind = Recipe(kind, prefix if kind == "system" else bos, facts.dtype)
+        behind = Recipe(kind, prefix if kind == "system" else bos, facts.dtype, facts.codec)
         stored: list[tuple[str, TokenIds]] = []
         missing: dict[bytes, tuple[int, ...]] = {}
         position = fresh = reused = 0

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from blendkv.errors import StoreError
-from blendkv.store.tiered import KVStore
+from blendkv.store.door import Store
 from blendkv.types import TokenIds
 
 _log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Prefetcher:
         for still being in memory. 0 where they share this store's memory tier.
     """
 
-    def __init__(self, store: KVStore, seconds: float, remembered_bytes: int = 0) -> None:
+    def __init__(self, store: Store, seconds: float, remembered_bytes: int = 0) -> None:
         self._store, self._seconds = store, seconds
         self._most, self._held = remembered_bytes, 0
         self._read_before: OrderedDict[str, int] = OrderedDict()

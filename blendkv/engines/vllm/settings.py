@@ -11,6 +11,7 @@ from blendkv.blend import parse_mode
 from blendkv.blend.gate import DEFAULT_MODE
 from blendkv.config import parse_bytes
 from blendkv.errors import InputError
+from blendkv.store.codecs import CODECS
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,9 @@ class ConnectorSettings:
     ----------
     store
         Folder of the store.
+    codec
+        How chunk KVs are stored (docs/codecs.md); None: as the store was ingested, or raw. Those of another codec never
+        match.
     memory
         Limit of the store's memory tier in the engine's process, such as ``2GB``.
     mode
@@ -44,6 +48,7 @@ class ConnectorSettings:
     """
 
     store: Path
+    codec: str | None = None
     memory: str = "2GB"
     mode: str | None = None
     all_requests: bool = False
@@ -56,6 +61,8 @@ class ConnectorSettings:
 
     def __post_init__(self) -> None:
         parse_bytes(self.memory)
+        if self.codec is not None:
+            CODECS.get(self.codec)
         if parse_mode(self.default_mode).name not in ("reuse", "blend"):
             raise InputError(f"the connector's mode is {self.mode!r}; give reuse or blend:SELECTOR@BUDGET")
         for name in ("require_gate", "ignore_gate"):

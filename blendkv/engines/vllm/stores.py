@@ -5,17 +5,18 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from blendkv.store.tiered import KVStore
+from blendkv.daemon.opening import open_store
+from blendkv.store.door import Store
 
-_OPEN: dict[Path, tuple[KVStore, int]] = {}
+_OPEN: dict[Path, tuple[Store, int]] = {}
 _LOCK = threading.Lock()
 
 
-def acquire(folder: Path, memory_bytes: int) -> KVStore:
+def acquire(folder: Path, memory_bytes: int) -> Store:
     """Open the store, or join the one that is open; give it back with `release`."""
     path = folder.absolute()
     with _LOCK:
-        store, users = _OPEN.get(path) or (KVStore.open(path, memory_bytes=memory_bytes), 0)
+        store, users = _OPEN.get(path) or (open_store(path, memory_bytes), 0)
         _OPEN[path] = store, users + 1
         return store
 

@@ -22,8 +22,9 @@ from blendkv.errors import StoreError, UnsupportedModelError
 from blendkv.library import ChunkLibrary, PromptSource
 from blendkv.matching import SlicedReader
 from blendkv.store.base import ChunkReader
+from blendkv.store.codecs import RAW
+from blendkv.store.door import Store
 from blendkv.store.prefetch import LayerPrefetcher
-from blendkv.store.tiered import KVStore
 from blendkv.types import ChunkKV, Prompt, Recipe, RecipeKind, TokenIds, as_token_ids
 
 _LIBRARIES = 64
@@ -41,6 +42,8 @@ class BlendWorker:
         Open; it stays the caller's.
     fingerprint
         Of the model.
+    codec
+        How chunk KVs are stored.
 
     Raises
     ------
@@ -48,11 +51,13 @@ class BlendWorker:
         If the model cannot be blended.
     """
 
-    def __init__(self, config: VllmConfig, kv_cache_config: Any, store: KVStore, fingerprint: str) -> None:
+    def __init__(
+        self, config: VllmConfig, kv_cache_config: Any, store: Store, fingerprint: str, codec: str = RAW
+    ) -> None:
         if config.model_config.is_multimodal_model:
             raise UnsupportedModelError("multimodal models are not blended: use full prefill")
         self.runner = VllmRunner(loaded_model(), config)
-        self.fingerprint, self.store = fingerprint, store
+        self.fingerprint, self.store, self.codec = fingerprint, store, codec
         self.dtype = str(self.runner.dtype).removeprefix("torch.")
         self.bos_token_id = bos_token_id(config)
         self._libraries: dict[tuple[RecipeKind, bytes], ChunkLibrary] = {}
@@ -67,7 +72,7 @@ class BlendWorker:
         name = kind, prefix.tobytes() if kind == "system" else b""
         found = self._libraries.pop(name, None)
         if found is None:
-            found = parallel_library(self.runner.ranks, self, self.store, kind, prefix)
+            found = parallel_library(self.runner.ranks, self, self.store, kind, prefix, self.codec)
             while len(self._libraries) >= _LIBRARIES:
                 self._libraries.pop(next(iter(self._libraries)))
         self._libraries[name] = found
