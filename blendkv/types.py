@@ -6,13 +6,15 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from blendkv.errors import InputError
+
+if TYPE_CHECKING:  # the store's own process lives without torch
+    import torch
 
 TokenIds = npt.NDArray[np.int32]
 """Token ids: a read-only int32 array of shape ``[tokens]``. Made once by the splitter, then only carried."""
@@ -38,6 +40,8 @@ def as_token_ids(ids: Iterable[int] | npt.NDArray[Any]) -> TokenIds:
 
 def to_tensor(ids: TokenIds, device: torch.device | str = "cpu") -> torch.Tensor:
     """Return token ids as an int64 tensor ``[tokens]`` of their own memory."""
+    import torch
+
     return torch.from_numpy(ids.astype(np.int64)).to(device)
 
 

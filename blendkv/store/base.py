@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-import torch
+from blendkv.types import Recipe, TokenIds
 
-from blendkv.types import ChunkKV, Recipe, TokenIds
+if TYPE_CHECKING:
+    import torch
 
-Layer = tuple[torch.Tensor, torch.Tensor]
+Layer: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 """K before RoPE and V of one layer, each ``[tokens, kv_heads, head_dim]`` in the recipe's dtype, on the CPU."""
 
 
-@runtime_checkable
-class ChunkReader(Protocol):
-    """A chunk KV that can be read layer by layer; :class:`blendkv.types.ChunkKV` is the trivial one.
-
-    The tensors are shared with the store: read them, never write into them.
-    """
+class Chunk(Protocol):
+    """A chunk KV that somebody holds, whatever its form."""
 
     @property
     def key(self) -> str:
@@ -44,6 +41,18 @@ class ChunkReader(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of all K and V."""
+
+
+HeldChunk = TypeVar("HeldChunk", bound=Chunk)
+"""The form in which a store holds chunks in memory: tensors, or the file's bytes in shared memory."""
+
+
+@runtime_checkable
+class ChunkReader(Chunk, Protocol):
+    """A chunk KV that can be read layer by layer; :class:`blendkv.types.ChunkKV` is the trivial one.
+
+    The tensors are shared with the store: read them, never write into them.
+    """
 
     def layer(self, index: int) -> Layer:
         """K and V of layer ``index``, each ``[tokens, kv_heads, head_dim]``.
@@ -71,6 +80,13 @@ class LoadingReader(ChunkReader, Protocol):
 
     def readahead(self, index: int) -> None:
         """Start fetching layer ``index`` without waiting for it. Only a hint: it never fails."""
+
+
+class ClosableReader(LoadingReader, Protocol):
+    """A reader that holds something open until it is closed or dropped."""
+
+    def close(self) -> None:
+        """Nothing more will be read."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +140,9 @@ class IndexReader(Protocol):
 
 
 class Tier(Protocol):
-    """A place that holds chunk KVs. Safe to call from several threads.
+    """What all places that hold chunk KVs have in common. Safe to call from several threads.
 
-    Tiers trust the key; :class:`blendkv.store.KVStore` compares the token ids, and counts hits and misses.
+    Tiers trust the key; the store compares the token ids, and counts hits and misses.
     """
 
     name: str
@@ -136,24 +152,6 @@ class Tier(Protocol):
 
     def contains(self, key: str) -> bool:
         """Whether there is a chunk under ``key``; touches no KV."""
-
-    def get(self, key: str) -> ChunkReader | None:
-        """Return a reader for ``key``, or None; counts as a use.
-
-        Raises
-        ------
-        DamagedChunkError
-            If the chunk is there and cannot be used.
-        """
-
-    def put(self, kv: ChunkKV) -> None:
-        """Store ``kv``, evicting others by policy; a chunk that is there already is left as it is.
-
-        Raises
-        ------
-        StoreFullError
-            If there is no room, even after eviction.
-        """
 
     def delete(self, key: str) -> bool:
         """Forget ``key``, pinned or not; return whether it was there."""

@@ -7,19 +7,19 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Generic
 
-import torch
+import numpy as np
 
 from blendkv.errors import DamagedChunkError, StoreError, StoreFullError
-from blendkv.store.base import ChunkReader, EvictionPolicy, Layer, TierStat
-from blendkv.store.chunkfile import Header, encode_chunk, read_header, read_tensor, token_ids_digest
-from blendkv.store.codecs import CODECS
+from blendkv.store.base import Chunk, EvictionPolicy, HeldChunk, Layer, TierStat
+from blendkv.store.chunkfile import Header, TensorSpan, read_header, read_span, token_ids_digest
 from blendkv.store.files import fsync_directory, make_directory, temporary_file, write_all
 from blendkv.store.index import Index, Row
-from blendkv.types import ChunkKV, Recipe, TokenIds
+from blendkv.types import Recipe, TokenIds
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Evicting the new file's size once should do; concurrent writers and whole blocks may want it again. A bound, because
@@ -30,7 +30,8 @@ _FULL_TRIES = 3
 class DiskReader:
     """Reads one chunk file layer by layer, each tensor verified as it is read.
 
-    The file stays open, so an eviction meanwhile does no harm. It is closed with the reader.
+    The file stays open, so an eviction meanwhile does no harm. It is closed with the reader. With ``fd`` it is open
+    already, and ``path`` is not looked at.
 
     Raises
     ------
@@ -40,11 +41,11 @@ class DiskReader:
 
     tier = "disk"
 
-    def __init__(self, path: Path, row: Row) -> None:
+    def __init__(self, path: Path, row: Row, fd: int | None = None) -> None:
         self._row = row
         self.bytes_read = 0
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if fd is None else fd
         except FileNotFoundError as error:
             raise DamagedChunkError(row.key, "missing: no such file") from error
         except OSError as error:
@@ -52,7 +53,7 @@ class DiskReader:
         self._fd = fd
         self._closer = weakref.finalize(self, os.close, fd)
         try:
-            self._header = _checked_header(fd, row)
+            self.header = _checked_header(fd, row)
         except BaseException:
             self.close()
             raise
@@ -80,7 +81,7 @@ class DiskReader:
     @property
     def layers(self) -> int:
         """Number of layers."""
-        return self._header.layers
+        return self.header.layers
 
     @property
     def nbytes(self) -> int:
@@ -97,16 +98,43 @@ class DiskReader:
         IndexError
             If there is no such layer.
         """
-        codec = CODECS.get(self.recipe.codec)
-        parts = {part: self._read(name) for part, name in zip(codec.parts, self._names(index), strict=True)}
-        return codec.decode(parts)
+        from blendkv.store.tensors import decode_layer
+
+        parts = {}
+        for part, span in self.header.layer(index).items():
+            parts[part] = span, np.empty(span.size, dtype=np.uint8).data
+            self._read(*parts[part])
+        return decode_layer(self.recipe, parts)
+
+    def fill(self, index: int, file: memoryview) -> None:
+        """Read the bytes of layer ``index`` to their place in ``file``, the memory of the whole file.
+
+        Raises
+        ------
+        DamagedChunkError, IndexError
+            As `layer`.
+        """
+        for span in self.header.layer(index).values():
+            self._read(span, file[span.start : span.start + span.size])
+
+    def fill_head(self, file: memoryview) -> None:
+        """Read what stands before the layers to its place in ``file``: the header and the token ids.
+
+        Raises
+        ------
+        DamagedChunkError
+            If the bytes are missing, altered or unreadable.
+        """
+        ids = self.header.tensors["token_ids"]
+        start = min(span.start for span in self.header.tensors.values())
+        file[:start] = os.pread(self._fd, start, 0)
+        self._read(ids, file[ids.start : ids.start + ids.size])
 
     def readahead(self, index: int) -> None:
         """Ask the kernel to read layer ``index`` into its page cache; does nothing where that cannot be asked."""
         if not self._closer.alive or not hasattr(os, "posix_fadvise"):
             return
-        for name in self._names(index):
-            span = self._header.tensors[name]
+        for span in self.header.layer(index).values():
             os.posix_fadvise(self._fd, span.start, span.size, os.POSIX_FADV_WILLNEED)
 
     def verify(self) -> None:
@@ -117,29 +145,29 @@ class DiskReader:
         DamagedChunkError
             If one is damaged.
         """
-        for name in self._header.tensors:
-            self._read(name)
+        for span in self.header.tensors.values():
+            self._read(span, memoryview(bytearray(span.size)))
+
+    def fileno(self) -> int:
+        """The descriptor of the open file."""
+        return self._fd
 
     def close(self) -> None:
         """Close the file."""
         self._closer()
 
-    def _names(self, index: int) -> list[str]:
-        if not 0 <= index < self.layers:
-            raise IndexError(f"layer {index} of a chunk KV with {self.layers} layers")
-        return [f"{part}.{index}" for part in CODECS.get(self.recipe.codec).parts]
-
-    def _read(self, name: str) -> torch.Tensor:
-        span = self._header.tensors[name]
+    def _read(self, span: TensorSpan, into: memoryview) -> None:
         if not self._closer.alive:
             raise StoreError(f"the reader of chunk KV {self.key[:12]} is closed; ask the store for a new one")
-        tensor = read_tensor(self._fd, self.key, name, span)
+        read_span(self._fd, self.key, span, into)
         self.bytes_read += span.size
-        return tensor
 
 
-class DiskTier:
+class DiskTier(Generic[HeldChunk]):
     """Chunk KVs on a local disk. ``limit`` bounds the bytes of the files (None: no limit), pinned ones included.
+
+    ``encode`` returns the file of a chunk as it is held in memory. Without a ``policy`` the least recently used goes
+    first, in the order that the index has: a policy holds every key in this process, 350 MB for a million.
 
     Every change of a file's name and of its row happens inside one write transaction of the index, so that processes
     which share the store never see one without the other; only a crash can part them, and a sweep mends that.
@@ -147,7 +175,15 @@ class DiskTier:
 
     name = "disk"
 
-    def __init__(self, root: Path, index: Index, limit: int | None, policy: EvictionPolicy) -> None:
+    def __init__(
+        self,
+        root: Path,
+        index: Index,
+        limit: int | None,
+        policy: EvictionPolicy | None,
+        encode: Callable[[HeldChunk], memoryview],
+    ) -> None:
+        self._encode = encode
         self.root = root
         self.index = index
         self.limit = limit
@@ -196,7 +232,7 @@ class DiskTier:
             self.index.touch(key)
         return reader
 
-    def put(self, kv: ChunkKV) -> None:
+    def put(self, kv: HeldChunk) -> None:
         """Write ``kv``: its file first, then its row. A chunk that is there already is left as it is.
 
         Raises
@@ -209,7 +245,7 @@ class DiskTier:
         if self._present(kv):
             self.index.touch(kv.key)
             return
-        data = encode_chunk(kv)
+        data = self._encode(kv)
         with self._errors():
             for _ in range(_FULL_TRIES):
                 try:
@@ -280,7 +316,7 @@ class DiskTier:
                 ) from error
             raise StoreError(f"cannot write to the store at {self.root}: {error.strerror}; check its rights") from error
 
-    def _write(self, kv: ChunkKV, data: bytes) -> None:
+    def _write(self, kv: Chunk, data: memoryview) -> None:
         relative = chunk_path(kv.key)
         target = self.root / relative
         make_directory(target.parent)
@@ -300,7 +336,7 @@ class DiskTier:
                     Row(kv.key, kv.fingerprint, kv.recipe, kv.token_ids, kv.nbytes, len(data), relative, now, now)
                 )
 
-    def _present(self, kv: ChunkKV) -> bool:
+    def _present(self, kv: Chunk) -> bool:
         row = self.index.row(kv.key)
         if row is None:
             return False
@@ -327,20 +363,25 @@ class DiskTier:
         if needed <= 0:
             return 0, 0
         self.index.apply_touches()
-        for key, size, tick in self.index.changed_since(self._seen):
-            self._policy.added(key, size)
-            self._seen = tick
-        keep = self.index.pinned()
         count = freed = 0
         # A victim may be gone, evicted by another process: then it frees nothing and the policy is asked again.
-        while freed < needed and (victims := self._policy.victims(needed - freed, keep)):
+        while freed < needed and (victims := self._victims(needed - freed)):
             for key in victims:
                 dropped = self._drop(key)
-                self._policy.removed(key)
+                if self._policy is not None:
+                    self._policy.removed(key)
                 if dropped is not None:
                     count, freed = count + 1, freed + dropped
         self._evictions[reason] += count
         return count, freed
+
+    def _victims(self, nbytes: int) -> list[str]:
+        if self._policy is None:
+            return self.index.oldest(nbytes)
+        for key, size, tick in self.index.changed_since(self._seen):
+            self._policy.added(key, size)
+            self._seen = tick
+        return self._policy.victims(nbytes, self.index.pinned())
 
     def _drop(self, key: str) -> int | None:
         row = self.index.row(key)
@@ -357,7 +398,7 @@ def chunk_path(key: str) -> str:
     return f"kv/{key[:2]}/{key}.safetensors"
 
 
-def same_chunk(one: ChunkReader | Row, other: ChunkKV) -> bool:
+def same_chunk(one: Chunk | Row, other: Chunk) -> bool:
     """Whether two chunks agree in all that a key stands for."""
     return (
         one.fingerprint == other.fingerprint

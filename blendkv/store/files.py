@@ -28,7 +28,7 @@ def fsync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes | memoryview) -> None:
     """Write all of ``data``; ``os.write`` alone may stop short."""
     view = memoryview(data)
     done = 0

@@ -8,7 +8,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy as np
 from blendkv.errors import InputError, StoreError, StoreMismatchError
 from blendkv.store.base import IndexEntry
 from blendkv.store.chunkfile import recipe_from_json, recipe_to_json
+from blendkv.store.usage import CodecUsage
 from blendkv.types import Recipe, TokenIds, as_token_ids
 
 FORMAT = 1
@@ -78,12 +79,15 @@ class Index:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.usage = CodecUsage(path)
+        """What its chunks take by codec."""
         self._touched: dict[str, float] = {}
         self._touch_lock = threading.Lock()
         self._write_lock = threading.Lock()
         self._owner: int | None = None  # the thread in a transaction
         self._read_lock = threading.Lock()
         self._touch_failed = False
+        self._tally: tuple[int, int, int] | None = None  # (data version, chunks, bytes)
         with self._errors():
             self._writer = self._connect()
             try:
@@ -102,9 +106,10 @@ class Index:
         """All rows, least recently used first."""
         return [_row(values) for values in self._read(f"SELECT {_COLUMNS} FROM chunks ORDER BY tick")]
 
-    def keys(self) -> set[str]:
-        """The keys of all rows."""
-        return {key for (key,) in self._read("SELECT key FROM chunks")}
+    def keys(self, leading: str = "") -> set[str]:
+        """The keys of all rows, or of those that begin with ``leading``."""
+        query, last = "SELECT key FROM chunks WHERE key >= ? AND key < ?", leading + "g"  # behind all hex digits
+        return {key for (key,) in self._read(query, (leading, last))}
 
     def version(self) -> int:
         """A number that differs from the last one if any connection, of any process, has written since."""
@@ -125,9 +130,31 @@ class Index:
         return found
 
     def totals(self) -> tuple[int, int]:
-        """Number of chunks, and bytes of their files."""
-        chunks, size = self._read("SELECT COUNT(*), COALESCE(SUM(file_bytes), 0) FROM chunks")[0]
-        return chunks, size
+        """Number of chunks, and bytes of their files.
+
+        In a transaction the sums are carried on from the last one, unless another process has written since: each put
+        asks for them, and to count a million rows takes tens of milliseconds.
+        """
+        query = "SELECT COUNT(*), COALESCE(SUM(file_bytes), 0) FROM chunks"
+        if self._owner != threading.get_ident():
+            return self._read(query)[0]
+        version = int(self._read("PRAGMA data_version")[0][0])
+        if self._tally is None or self._tally[0] != version:
+            self._tally = version, *self._read(query)[0]
+        return self._tally[1:]
+
+    def oldest(self, nbytes: int) -> list[str]:
+        """Keys that are not pinned, least recently used first, of ``nbytes`` bytes together or all there are.
+
+        Call it in a transaction.
+        """
+        keys, found = [], 0
+        query = "SELECT key, file_bytes FROM chunks INDEXED BY by_tick WHERE pinned = 0 ORDER BY tick"
+        with closing(self._writer.execute(query)) as rows:
+            while found < nbytes and (row := rows.fetchone()) is not None:
+                keys.append(row[0])
+                found += row[1]
+        return keys
 
     def pinned(self) -> dict[str, int]:
         """Key -> bytes of the file, of every pinned chunk."""
@@ -158,6 +185,7 @@ class Index:
                 yield undo
                 self._writer.execute("COMMIT")
             except BaseException:
+                self._tally = None
                 for step in reversed(undo):
                     step()
                 if self._writer.in_transaction:  # SQLite itself rolls back when the disk is full
@@ -177,10 +205,14 @@ class Index:
             "last_used, tick) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             values,
         )
+        self._add(1, row.file_bytes)
 
     def delete(self, key: str) -> bool:
         """Drop a row; return whether it was there. Call it in a transaction."""
-        return self._writer.execute("DELETE FROM chunks WHERE key = ?", (key,)).rowcount > 0
+        gone = self._writer.execute("DELETE FROM chunks WHERE key = ? RETURNING file_bytes", (key,)).fetchall()
+        for (size,) in gone:
+            self._add(-1, -size)
+        return bool(gone)
 
     def set_pinned(self, keys: Iterable[str], pinned: bool) -> None:
         """Pin or unpin ``keys``. Call it in a transaction."""
@@ -243,6 +275,10 @@ class Index:
             raise StoreMismatchError(
                 f"the store at {self._path.parent} has format {version}; up to {FORMAT} can be used: upgrade blendkv"
             )
+
+    def _add(self, chunks: int, size: int) -> None:
+        if self._tally is not None:
+            self._tally = self._tally[0], self._tally[1] + chunks, self._tally[2] + size
 
     def _next_tick(self) -> int:
         self._writer.execute("UPDATE clock SET tick = tick + 1")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from blendkv.errors import InputError, StoreError
-from blendkv.store.base import EvictionPolicy
+from blendkv.store.base import EvictionPolicy, HeldChunk
 from blendkv.store.disk import DiskTier
 from blendkv.store.files import make_directory
 from blendkv.store.index import Index
@@ -17,11 +17,17 @@ from blendkv.store.repair import sweep
 from blendkv.store.reports import RepairReport
 
 INDEX_NAME = "index.sqlite"
-_OURS = {"kv", INDEX_NAME, f"{INDEX_NAME}-wal", f"{INDEX_NAME}-shm", f"{INDEX_NAME}-journal"}
+DAEMON_NAMES = ("daemon.sock", "daemon.lock")
+"""A daemon's socket, and the lock of the one daemon that there may be."""
+_OURS = {"kv", *DAEMON_NAMES, INDEX_NAME, f"{INDEX_NAME}-wal", f"{INDEX_NAME}-shm", f"{INDEX_NAME}-journal"}
 
 
-def open_disk(root: Path, limit: int | None, policy: EvictionPolicy) -> tuple[DiskTier, RepairReport]:
+def open_disk(
+    root: Path, limit: int | None, policy: EvictionPolicy | None, encode: Callable[[HeldChunk], memoryview]
+) -> tuple[DiskTier[HeldChunk], RepairReport]:
     """Open or create the store at ``root``. Processes that open it at the same time take turns.
+
+    ``encode`` returns the file of a chunk as the store's memory holds it.
 
     Raises
     ------
@@ -37,17 +43,19 @@ def open_disk(root: Path, limit: int | None, policy: EvictionPolicy) -> tuple[Di
     try:
         make_directory(root)
         with _turn(root):
-            return _open(root, limit, policy)
+            return _open(root, limit, policy, encode)
     except OSError as error:
         raise StoreError(f"cannot open the store at {root}: {error.strerror}; check the directory's rights") from error
 
 
-def _open(root: Path, limit: int | None, policy: EvictionPolicy) -> tuple[DiskTier, RepairReport]:
+def _open(
+    root: Path, limit: int | None, policy: EvictionPolicy | None, encode: Callable[[HeldChunk], memoryview]
+) -> tuple[DiskTier[HeldChunk], RepairReport]:
     _refuse_foreign(root)
     index = Index(root / INDEX_NAME)
     try:
         make_directory(root / "kv")
-        disk = DiskTier(root, index, limit, policy)
+        disk = DiskTier(root, index, limit, policy, encode)
         return disk, sweep(disk)
     except BaseException:
         index.close()

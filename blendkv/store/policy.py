@@ -45,3 +45,9 @@ class LruPolicy:
 
 
 POLICIES.add("lru")(LruPolicy)
+
+
+def disk_policy(name: str) -> EvictionPolicy | None:
+    """The policy of a disk tier; None for ``lru``, whose order the index has."""
+    make = POLICIES.get(name)
+    return None if make is LruPolicy else make()

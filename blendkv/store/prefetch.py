@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from blendkv.errors import InputError
+from blendkv.observe.tracing import carried, detail
 from blendkv.store.base import ChunkReader, Layer, LoadingReader
 
 
@@ -56,7 +57,7 @@ class LayerPrefetcher:
         self.wait_seconds = 0.0
         """Seconds that the consumer waited for layers."""
         if self._loading:
-            self._thread = threading.Thread(target=self._run, name="blendkv-prefetch", daemon=True)
+            self._thread = threading.Thread(target=carried(self._run), name="blendkv-prefetch", daemon=True)
             self._thread.start()
 
     @property
@@ -124,16 +125,25 @@ class LayerPrefetcher:
         return self._next < self._layers and self._next <= self._consumed + self._depth
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._due())
-                if self._closed:
-                    return
-                index, current = self._next, self._pass
-            found = self._load(index)
-            with self._changed:
-                if current != self._pass:
-                    continue
+        tiers = sorted({reader.tier for reader in self._loading})
+        while self._wait(self._due):
+            with detail("load", tiers=tiers, layers=self._layers) as told:
+                while self._wait(lambda: self._due() or self._next == self._layers) and self._next < self._layers:
+                    self._read_ahead()
+                told.set(bytes=self.bytes_loaded)
+
+    def _wait(self, condition: Callable[[], bool]) -> bool:
+        """Wait for it; False when the prefetcher is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or condition())
+            return not self._closed
+
+    def _read_ahead(self) -> None:
+        with self._changed:
+            index, current = self._next, self._pass
+        found = self._load(index)
+        with self._changed:
+            if current == self._pass:
                 self._ready[index] = found
                 # Nothing behind a damaged layer is worth reading, until it is asked for.
                 self._next = self._layers if isinstance(found, Exception) else index + 1

@@ -1,4 +1,4 @@
-"""The reader that a store hands out for a chunk on disk: it keeps what it read and reports what it found."""
+"""The reader that a store hands out for a chunk outside memory: it keeps what it read and reports what it found."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import threading
 from collections.abc import Callable
 
 from blendkv.errors import DamagedChunkError
-from blendkv.store.base import Layer
-from blendkv.store.disk import DiskReader
+from blendkv.store.base import ClosableReader, Layer
 from blendkv.types import ChunkKV, Recipe, TokenIds
 
 
 class KeepingReader:
-    """Reads every layer from disk once at most, if ``keep``; then hands the whole chunk to ``on_complete``.
+    """Reads every layer from its tier once at most, if ``keep``; then hands the whole chunk to ``on_complete``.
 
     What it keeps comes on top of the memory tier's bytes until the reader is dropped or the chunk is promoted.
     Without ``keep`` (the chunk is too large for the memory tier) each call reads again.
@@ -20,7 +19,7 @@ class KeepingReader:
 
     def __init__(
         self,
-        inner: DiskReader,
+        inner: ClosableReader,
         keep: bool,
         on_complete: Callable[[ChunkKV], None],
         on_damage: Callable[[DamagedChunkError], None],
@@ -70,7 +69,7 @@ class KeepingReader:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read from disk so far."""
+        """Bytes read from there so far."""
         return self._inner.bytes_read
 
     def layer(self, index: int) -> Layer:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from blendkv.errors import DamagedChunkError
-from blendkv.store.chunkfile import read_header, read_tensor
+from blendkv.store.chunkfile import read_header, read_span
 from blendkv.store.disk import DiskTier, chunk_path
 from blendkv.store.files import TEMPORARY_SUFFIX, delete_leftover
 from blendkv.store.index import Row
@@ -17,11 +20,13 @@ from blendkv.store.reports import RepairReport
 from blendkv.types import as_token_ids, chunk_key
 
 _KEY = re.compile(r"[0-9a-f]{64}")
+_GROUPS = tuple(f"{group:02x}" for group in range(256))
+"""Folders of chunk files, each looked at alone: the keys of a million chunks would take hundreds of megabytes."""
 
 _log = logging.getLogger(__name__)
 
 
-def sweep(disk: DiskTier) -> RepairReport:
+def sweep(disk: DiskTier[Any]) -> RepairReport:
     """Bring files and rows together again. Safe while other processes use the store.
 
     A whole file without a row is read, verified and adopted; any other is deleted. Files that do not look like ours are
@@ -32,19 +37,24 @@ def sweep(disk: DiskTier) -> RepairReport:
     StoreMismatchError
         If a file without a row was written by a newer version of BlendKV.
     """
+    lost = 0
+    orphans: dict[str, float] = {}
+    temporary: list[Path] = []
     # Under the write lock no other process is between renaming a file and adding its row.
     with disk.index.transaction():
-        known = disk.index.keys()
-        present, temporary = _scan(disk.root)
-        lost = known - present.keys()
-        for key in lost:
-            disk.index.delete(key)
-    orphans = sorted(present.keys() - known, key=lambda key: present[key])
-    adopted = sum(_adopt(disk, key) for key in orphans)
+        for group in _GROUPS:
+            known = disk.index.keys(group)
+            present, leftovers = _scan(disk.root, group)
+            for key in known - present.keys():
+                disk.index.delete(key)
+                lost += 1
+            orphans |= {key: present[key].stat(follow_symlinks=False).st_mtime for key in present.keys() - known}
+            temporary += leftovers
+    adopted = sum(_adopt(disk, key) for key in sorted(orphans, key=lambda key: orphans[key]))
     report = RepairReport(
         adopted=adopted,
         deleted_files=len(orphans) - adopted,
-        dropped_rows=len(lost),
+        dropped_rows=lost,
         temporary=sum(delete_leftover(path) for path in temporary),
     )
     if report:
@@ -52,27 +62,21 @@ def sweep(disk: DiskTier) -> RepairReport:
     return report
 
 
-def _scan(root: Path) -> tuple[dict[str, float], list[Path]]:
-    present: dict[str, float] = {}
+def _scan(root: Path, group: str) -> tuple[dict[str, os.DirEntry[str]], list[Path]]:
+    """The chunk files of a group by key, and the temporary files in its folder."""
+    present: dict[str, os.DirEntry[str]] = {}
     temporary: list[Path] = []
-    for entry in _files(root / "kv"):
-        key = entry.name.removesuffix(".safetensors")
-        if entry.name.startswith(".") and entry.name.endswith(TEMPORARY_SUFFIX):
-            temporary.append(Path(entry.path))
-        elif _KEY.fullmatch(key) and Path(entry.path) == root / chunk_path(key):
-            present[key] = entry.stat(follow_symlinks=False).st_mtime
+    with suppress(FileNotFoundError), os.scandir(root / "kv" / group) as files:
+        for entry in files:
+            key = entry.name.removesuffix(".safetensors")
+            if entry.name.startswith(".") and entry.name.endswith(TEMPORARY_SUFFIX):
+                temporary.append(Path(entry.path))
+            elif _KEY.fullmatch(key) and Path(entry.path) == root / chunk_path(key):
+                present[key] = entry
     return present, temporary
 
 
-def _files(folder: Path) -> Iterator[os.DirEntry[str]]:
-    with os.scandir(folder) as groups:
-        for group in groups:
-            if group.is_dir():
-                with os.scandir(group.path) as files:
-                    yield from files
-
-
-def _adopt(disk: DiskTier, key: str) -> bool:
+def _adopt(disk: DiskTier[Any], key: str) -> bool:
     """Verify a file outside the lock, then give it its row, or delete it, under the lock."""
     path = disk.root / chunk_path(key)
     try:
@@ -98,10 +102,12 @@ def _read_row(path: Path, key: str) -> Row:
     try:
         status = os.fstat(fd)
         header = read_header(fd, key)
-        tensors = {name: read_tensor(fd, key, name, span) for name, span in header.tensors.items()}
+        data = {span.name: memoryview(bytearray(span.size)) for span in header.tensors.values()}
+        for span in header.tensors.values():
+            read_span(fd, key, span, data[span.name])
     finally:
         os.close(fd)
-    token_ids = as_token_ids(tensors["token_ids"].numpy())
+    token_ids = as_token_ids(np.frombuffer(data["token_ids"], dtype="<i4"))
     if chunk_key(header.fingerprint, header.recipe, token_ids) != key:
         raise DamagedChunkError(key, "mismatch: the key does not belong to this content")
     times = (status.st_mtime, status.st_mtime)

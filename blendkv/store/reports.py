@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from blendkv.store.base import TierStat
+from blendkv.store.guard import RemoteStat
 from blendkv.types import Recipe
 
 
@@ -97,6 +99,14 @@ class StoreStat:
         Bytes of K and V that wait for the background writer.
     pinned
         Pinned chunks.
+    remotes
+        What was asked of each remote tier, and what came of it.
+    uploaded, not_uploaded
+        Chunks written to a remote tier, and those that could not be.
+    upload_pending_bytes
+        Bytes of K and V that wait to be written to remote tiers.
+    failed_loads
+        Chunks that could not be read to their end although nothing is wrong with them: their tier did not answer.
     """
 
     tiers: tuple[TierStat, ...]
@@ -107,3 +117,19 @@ class StoreStat:
     background_errors: int
     pending_bytes: int
     pinned: int
+    remotes: tuple[RemoteStat, ...] = ()
+    uploaded: int = 0
+    not_uploaded: int = 0
+    upload_pending_bytes: int = 0
+    failed_loads: int = 0
+
+    @property
+    def named_remotes(self) -> list[tuple[str, RemoteStat]]:
+        """Remote tiers by a name of their own: of two buckets, the second is ``s3_2``."""
+        seen: Counter[str] = Counter()
+        found = []
+        for remote in self.remotes:
+            seen[remote.name] += 1
+            number = seen[remote.name]
+            found.append((remote.name if number == 1 else f"{remote.name}_{number}", remote))
+        return found

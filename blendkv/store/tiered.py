@@ -1,64 +1,46 @@
-"""The store: chunk KVs in memory and on disk behind one door."""
+"""The store of an engine's own process: chunk KVs as tensors in memory, and on disk behind them."""
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections import Counter
-from collections.abc import Iterable
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 
-from blendkv.errors import DamagedChunkError, InputError, StoreError, StoreFullError
-from blendkv.store.base import ChunkReader, IndexReader, Tier, TierStat
-from blendkv.store.disk import DiskTier, same_chunk
+from blendkv.errors import DamagedChunkError, InputError, StoreFullError
+from blendkv.store.base import ChunkReader
+from blendkv.store.core import TieredStore
 from blendkv.store.memory import MemoryTier
-from blendkv.store.normalise import normalised
 from blendkv.store.opening import open_disk
-from blendkv.store.policy import POLICIES
+from blendkv.store.policy import POLICIES, disk_policy
 from blendkv.store.reader import KeepingReader
-from blendkv.store.repair import sweep
-from blendkv.store.reports import ChunkInfo, GcReport, RepairReport, StoreStat, VerifyReport
-from blendkv.store.writer import BackgroundWriter
+from blendkv.store.remote import open_remote
+from blendkv.store.remotes import Remotes
+from blendkv.store.reports import RepairReport
 from blendkv.types import ChunkKV, TokenIds
-
-_QUEUE_BYTES = 512 << 20  # of K and V that may wait for the background writer
 
 _log = logging.getLogger(__name__)
 
 
-class KVStore:
+class KVStore(TieredStore[ChunkKV]):
     """Chunk KVs by key, in memory first, then on disk. Open one with :meth:`open`; close it, or use ``with``.
 
-    Safe to use from several threads; several processes may have the same directory open. A key matches only
-    together with its token ids. Stored tensors are shared, not copied: write neither into those given nor into
-    those received.
-
-    Of another process's removals and pins the disk knows at once; the memory of this process goes on serving what it
-    holds, and learns of pins when the store is opened.
+    A key matches only together with its token ids. Tensors may lie on any device when they are put; they are kept
+    contiguous and on the CPU. Stored tensors are shared, not copied: write neither into those given nor into those
+    received.
     """
-
-    def __init__(self, memory: MemoryTier, disk: DiskTier | None, repair: RepairReport) -> None:
-        self.repair = repair
-        """What opening put right."""
-        self._memory = memory
-        self._disk = disk
-        self._writer = BackgroundWriter(self._put_disk, _QUEUE_BYTES)
-        self._counts: Counter[str] = Counter()
-        self._discarded: Counter[str] = Counter()
-        self._lock = threading.Lock()
-        self._moving = threading.Lock()  # a promotion must not bring back what is being dropped
-        self._closed = False
-        if disk is not None:
-            memory.pin(disk.index.pinned())
 
     @classmethod
     def open(
-        cls, path: Path | str | None, *, memory_bytes: int, disk_bytes: int | None = None, policy: str = "lru"
+        cls,
+        path: Path | str | None,
+        *,
+        memory_bytes: int,
+        disk_bytes: int | None = None,
+        policy: str = "lru",
+        remotes: Sequence[str] = (),
+        namespace: str = "default",
     ) -> KVStore:
         """Open the store at ``path``, creating it where there is none; None keeps everything in memory only.
 
@@ -70,6 +52,9 @@ class KVStore:
             Limits in bytes; no disk limit by default.
         policy
             Name of the eviction policy of both tiers.
+        remotes, namespace
+            URLs of remote tiers, fastest first, and whose chunks are seen there; see `open_remote`. They need a
+            ``path``.
 
         Raises
         ------
@@ -83,43 +68,14 @@ class KVStore:
         for name, limit in (("memory_bytes", memory_bytes), ("disk_bytes", disk_bytes)):
             if limit is not None and limit < 0:
                 raise InputError(f"{name} is {limit}; give 0 or more bytes")
-        make_policy = POLICIES.get(policy)
-        memory = MemoryTier(memory_bytes, make_policy())
+        memory: MemoryTier[ChunkKV] = MemoryTier(memory_bytes, POLICIES.get(policy)())
         if path is None:
+            if remotes:
+                raise InputError("remote tiers were given for a store in memory only; give it a folder")
             return cls(memory, None, RepairReport())
-        disk, repair = open_disk(Path(path).expanduser(), disk_bytes, make_policy())
-        return cls(memory, disk, repair)
-
-    @property
-    def path(self) -> Path | None:
-        """Folder of the disk tier, absolute; None if the store is in memory only."""
-        return None if self._disk is None else self._disk.root.absolute()
-
-    @property
-    def index(self) -> IndexReader | None:
-        """The index of the disk, to look for chunks by content; None if the store is in memory only."""
-        self._check_open()
-        return None if self._disk is None else self._disk.index
-
-    def contains(self, key: str, token_ids: TokenIds) -> bool:
-        """Whether the chunk is here. Reads the index only, and counts neither as a use nor as a hit."""
-        held = self.token_ids(key)
-        return held is not None and np.array_equal(held, token_ids)
-
-    def in_memory(self, key: str) -> bool:
-        """Whether the chunk can be read without the disk."""
-        self._check_open()
-        return self._memory.contains(key) or self._writer.pending(key) is not None
-
-    def token_ids(self, key: str) -> TokenIds | None:
-        """Token ids stored under ``key``, or None. Reads the index only."""
-        self._check_open()
-        held = self._memory.token_ids(key)
-        if held is None and (waiting := self._writer.pending(key)) is not None:
-            held = waiting.token_ids
-        if held is None and self._disk is not None:
-            held = self._disk.token_ids(key)
-        return held
+        tiers = [open_remote(url, namespace=namespace) for url in remotes]
+        disk, repair = open_disk(Path(path).expanduser(), disk_bytes, disk_policy(policy), _file_of)
+        return cls(memory, disk, repair, Remotes(tiers, _file_of) if tiers else None)
 
     def get(self, key: str, token_ids: TokenIds) -> ChunkReader | None:
         """Return a reader for the chunk, or None.
@@ -142,239 +98,37 @@ class KVStore:
         except DamagedChunkError as error:
             self._damaged(error)
             reader = None
-        if not self._answer("disk", reader, token_ids) or reader is None:
+        if reader is not None:
+            if not self._answer("disk", reader, token_ids):
+                return None
+            return KeepingReader(reader, self._memory.fits(reader.nbytes), self._promote, self._damaged)
+        self._answer("disk", None, token_ids)
+        return self._get_remote(key, token_ids)
+
+    def _get_remote(self, key: str, token_ids: TokenIds) -> ChunkReader | None:
+        reader = self._from_remote(key)
+        if reader is None or not np.array_equal(reader.token_ids, token_ids):
             return None
-        return KeepingReader(reader, self._memory.fits(reader.nbytes), self._promote, self._damaged)
+        return KeepingReader(reader, True, self._come, self._remote_damaged)
 
-    def put(self, kv: ChunkKV) -> None:
-        """Store ``kv`` in memory and on disk; a chunk that is there already is left as it is.
-
-        Tensors may lie on any device; they are kept contiguous and on the CPU.
-
-        Raises
-        ------
-        InputError
-            If the tensors do not fit the token ids, the recipe or each other.
-        StoreFullError
-            If there is no room on disk, even after eviction (the copy in memory stays), or none in memory for a
-            store without a disk.
-        StoreError
-            If another chunk is stored under the same key, or the disk cannot be written.
-        """
-        self._check_open()
-        kv = self._admit(kv)
-        if self._disk is not None:
-            self._put_disk(kv)
-
-    def put_async(self, kv: ChunkKV) -> None:
-        """Like :meth:`put`, with the disk written by a background thread; waits while too many bytes are queued.
-
-        What goes wrong there is counted, logged once, and raised by :meth:`flush`.
-
-        Raises
-        ------
-        InputError, StoreError
-            As :meth:`put`, for what shows without the disk.
-        """
-        self._check_open()
-        kv = self._admit(kv)
-        if self._disk is not None:
-            self._writer.submit(kv)
-
-    def flush(self) -> None:
-        """Wait until all chunks put in the background are on disk.
-
-        Raises
-        ------
-        StoreFullError
-            If some are not, since the last call, for want of room.
-        StoreError
-            If some are not for any other reason.
-        """
-        self._check_open()
-        failures = self._writer.drain()
-        if self._disk is not None:
-            self._disk.index.flush_touches()
-        if failures:
-            full = all(isinstance(failure, StoreFullError) for failure in failures)
-            message = f"{len(failures)} chunk KVs could not be stored in the background; the first: {failures[0]}"
-            raise (StoreFullError if full else StoreError)(message) from failures[0]
-
-    def discard(self, key: str, reason: str) -> None:
-        """Drop a damaged chunk everywhere; counted by what stands before the first colon of ``reason``."""
-        self._check_open()
-        if self._drop(key):
-            kind = reason.split(":", 1)[0]
-            with self._lock:
-                self._discarded[kind] += 1
-            _log.warning("chunk KV %s is damaged (%s); dropped", key[:12], reason)
-
-    def remove(self, key: str) -> bool:
-        """Drop a chunk everywhere, pinned or not; return whether it was there."""
-        self._check_open()
-        return self._drop(key)
-
-    def pin(self, keys: Iterable[str]) -> None:
-        """Keep chunks from eviction until they are unpinned or removed; remembered on disk.
-
-        Raises
-        ------
-        InputError
-            If a key is not in the store; none is pinned then.
-        """
-        self._set_pinned(keys, True)
-
-    def unpin(self, keys: Iterable[str]) -> None:
-        """Let chunks be evicted again.
-
-        Raises
-        ------
-        InputError
-            If a key is not in the store; none is unpinned then.
-        """
-        self._set_pinned(keys, False)
-
-    def ls(self) -> list[ChunkInfo]:
-        """Every chunk, least recently used first (those in memory only come last, in no order)."""
-        self._check_open()
-        rows = []
-        if self._disk is not None:
-            self._disk.index.flush_touches()
-            rows = self._disk.index.rows()
-        infos = [
-            ChunkInfo(
-                *(row.key, row.fingerprint, row.recipe, len(row.token_ids), row.nbytes, row.file_bytes, row.created),
-                *(row.last_used, row.pinned, ("memory", "disk") if self._memory.contains(row.key) else ("disk",)),
-            )
-            for row in rows
-        ]
-        on_disk = {row.key for row in rows}
-        for kv in self._memory.chunks():
-            if kv.key not in on_disk:
-                pinned = self._memory.pinned(kv.key)
-                infos.append(
-                    ChunkInfo(
-                        *(kv.key, kv.fingerprint, kv.recipe, len(kv.token_ids), kv.nbytes, None, None, None, pinned),
-                        ("memory",),
-                    )
-                )
-        return infos
-
-    def stat(self) -> StoreStat:
-        """What the store holds, and what happened since it was opened."""
-        self._check_open()
-        with self._lock:
-            counts, discarded = Counter(self._counts), dict(self._discarded)
-        tiers: list[Tier] = [self._memory] if self._disk is None else [self._memory, self._disk]
-        return StoreStat(
-            tiers=tuple(_with_counts(tier.stat(), counts) for tier in tiers),
-            collision=counts["collision"],
-            discarded=discarded,
-            promoted=counts["promoted"],
-            not_in_memory=counts["not in memory"],
-            background_errors=self._writer.failed,
-            pending_bytes=self._writer.pending_bytes,
-            pinned=len(self._pinned_keys()),
-        )
-
-    def verify(self) -> VerifyReport:
-        """Read every file in full; drop and list what is damaged."""
-        self._check_open()
-        checked = size = 0
-        damaged: list[tuple[str, str]] = []
-        if self._disk is None:
-            return VerifyReport(0, 0, ())
-        for row in self._disk.index.rows():
-            try:
-                reader = self._disk.open(row.key)
-                if reader is None:  # evicted or removed meanwhile
-                    continue
-                with closing(reader):
-                    reader.verify()
-                checked, size = checked + 1, size + row.nbytes
-            except DamagedChunkError as error:
-                self._damaged(error)
-                damaged.append((row.key, error.reason))
-        return VerifyReport(checked, size, tuple(damaged))
-
-    def gc(self) -> GcReport:
-        """Evict down to the limits and sweep up what crashes left behind."""
-        self._check_open()
-        if self._disk is None:
-            return GcReport(0, 0, RepairReport())
-        repair = sweep(self._disk)
-        return GcReport(*self._disk.shrink(), repair)
-
-    def drop_page_cache(self) -> None:
-        """Make the next read of every file a cold one. For benchmarks.
-
-        Raises
-        ------
-        StoreError
-            If the system has no such call.
-        """
-        self._check_open()
-        if self._disk is not None:
-            self._disk.drop_page_cache(row.key for row in self._disk.index.rows())
-
-    def close(self) -> None:
-        """Write what waits, then close. Failures of the background that nobody flushed are logged. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        failures = self._writer.close()
-        if failures:
-            _log.error("%d chunk KVs could not be stored in the background: %s", len(failures), failures[0])
-        if self._disk is not None:
-            self._disk.index.close()
-
-    def __enter__(self) -> KVStore:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _check_open(self) -> None:
+    def _come(self, kv: ChunkKV) -> None:
+        """A chunk has come whole from a remote tier."""
         if self._closed:
-            raise StoreError("the store is closed; open it again")
-
-    def _count(self, what: str) -> None:
-        with self._lock:
-            self._counts[what] += 1
-
-    def _answer(self, tier: str, found: ChunkReader | None, token_ids: TokenIds) -> bool:
-        """Count a look-up in a tier; return whether it is a match."""
-        match = found is not None and np.array_equal(found.token_ids, token_ids)
-        if found is not None and not match:
-            self._count("collision")
-        self._count(f"{tier} {'hits' if match else 'misses'}")
-        return match
-
-    def _admit(self, kv: ChunkKV) -> ChunkKV:
-        """Check ``kv`` and hold it in memory; return it as it is held."""
-        kv = normalised(kv)
-        row = None if self._disk is None else self._disk.index.row(kv.key)
-        for there in (self._memory.get(kv.key), self._writer.pending(kv.key), row):
-            if there is not None and not same_chunk(there, kv):
-                self._count("collision")
-                raise StoreError(f"another chunk is stored under the key {kv.key[:12]}; remove it first")
+            return
         try:
             self._memory.put(kv)
         except StoreFullError:
             self._count("not in memory")
-            if self._disk is None:
-                raise
-        return kv
+        self._keep_remote(kv)
 
-    def _put_disk(self, kv: ChunkKV) -> None:
-        assert self._disk is not None
-        self._disk.put(kv)
-        if self._memory.pinned(kv.key):  # pinned while it was in memory only
-            with self._disk.index.transaction():
-                self._disk.index.set_pinned([kv.key], True)
+    def _remote_damaged(self, error: DamagedChunkError) -> None:
+        self._count("failed loads")
+        _log.info("a remote tier: %s", error)
+
+    def _checked(self, kv: ChunkKV) -> ChunkKV:
+        from blendkv.store.normalise import normalised
+
+        return normalised(kv)
 
     def _promote(self, kv: ChunkKV) -> None:
         with self._moving:
@@ -386,41 +140,8 @@ class KVStore:
             except StoreFullError:
                 self._count("not in memory")
 
-    def _damaged(self, error: DamagedChunkError) -> None:
-        self._count("disk damaged")
-        if self._closed:
-            return
-        try:
-            self.discard(error.key, error.reason)
-        except StoreError as failure:  # the reader still has to tell of the damage itself
-            _log.warning(
-                "chunk KV %s is damaged (%s) and could not be dropped: %s", error.key[:12], error.reason, failure
-            )
 
-    def _drop(self, key: str) -> bool:
-        there = self._writer.cancel(key)
-        with self._moving:
-            if self._disk is not None:
-                there |= self._disk.delete(key)
-            return self._memory.delete(key) or there
+def _file_of(kv: ChunkKV) -> memoryview:
+    from blendkv.store.tensors import encode_chunk
 
-    def _set_pinned(self, keys: Iterable[str], pinned: bool) -> None:
-        self._check_open()
-        keys = list(keys)
-        for key in keys:
-            self._writer.wait(key)
-            if not self._memory.contains(key) and (self._disk is None or not self._disk.contains(key)):
-                raise InputError(f"no chunk KV {key[:12]} in the store; list the store for its keys")
-        if self._disk is not None:
-            with self._disk.index.transaction():
-                self._disk.index.set_pinned(keys, pinned)
-        (self._memory.pin if pinned else self._memory.unpin)(keys)
-
-    def _pinned_keys(self) -> set[str]:
-        keys = {kv.key for kv in self._memory.chunks() if self._memory.pinned(kv.key)}
-        return keys if self._disk is None else keys.union(self._disk.index.pinned())
-
-
-def _with_counts(stat: TierStat, counts: Counter[str]) -> TierStat:
-    hits, misses, damaged = (counts[f"{stat.name} {what}"] for what in ("hits", "misses", "damaged"))
-    return replace(stat, hits=hits, misses=misses, damaged=damaged)
+    return encode_chunk(kv)

@@ -5,25 +5,26 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from typing import Generic
 
 from blendkv.errors import StoreError
-from blendkv.types import ChunkKV
+from blendkv.store.base import HeldChunk
 
 _log = logging.getLogger(__name__)
 
 
-class BackgroundWriter:
+class BackgroundWriter(Generic[HeldChunk]):
     """Calls ``write`` for every submitted chunk, in order, on one thread that starts with the first.
 
-    ``limit`` bounds the bytes of K and V that wait or are being written; a larger chunk passes alone. Failures are
+    ``limit`` bounds the bytes of chunks that wait or are being written; a larger chunk passes alone. Failures are
     counted and kept for :meth:`drain`; the first is logged.
     """
 
-    def __init__(self, write: Callable[[ChunkKV], None], limit: int) -> None:
+    def __init__(self, write: Callable[[HeldChunk], None], limit: int) -> None:
         self._write = write
         self._limit = limit
-        self._waiting: dict[str, ChunkKV] = {}
-        self._current: ChunkKV | None = None
+        self._waiting: dict[str, HeldChunk] = {}
+        self._current: HeldChunk | None = None
         self._bytes = 0
         self._failures: list[StoreError] = []
         self._closed = False
@@ -36,14 +37,14 @@ class BackgroundWriter:
         """Bytes of K and V that wait or are being written."""
         return self._bytes
 
-    def pending(self, key: str) -> ChunkKV | None:
+    def pending(self, key: str) -> HeldChunk | None:
         """Return the chunk under ``key`` if it waits or is being written."""
         with self._changed:
             if self._current is not None and self._current.key == key:
                 return self._current
             return self._waiting.get(key)
 
-    def submit(self, kv: ChunkKV) -> None:
+    def submit(self, kv: HeldChunk) -> None:
         """Queue ``kv``; wait while the queue is full. A key that is queued already is not queued twice.
 
         Raises
@@ -52,11 +53,24 @@ class BackgroundWriter:
             If the writer is closed.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or not self._bytes or self._bytes + kv.nbytes <= self._limit)
+            self._changed.wait_for(lambda: self._closed or self._fits(kv))
             if self._closed:
                 raise StoreError("the store is closed; open it again")
-            if kv.key in self._waiting:
-                return
+            self._queue(kv)
+
+    def offer(self, kv: HeldChunk) -> bool:
+        """Queue ``kv`` if there is room now; return whether it is queued."""
+        with self._changed:
+            if self._closed or not self._fits(kv):
+                return False
+            self._queue(kv)
+            return True
+
+    def _fits(self, kv: HeldChunk) -> bool:
+        return not self._bytes or self._bytes + kv.nbytes <= self._limit
+
+    def _queue(self, kv: HeldChunk) -> None:
+        if kv.key not in self._waiting:
             self._waiting[kv.key] = kv
             self._bytes += kv.nbytes
             if self._thread is None:
@@ -114,7 +128,7 @@ class BackgroundWriter:
                 self._current = None
                 self._changed.notify_all()
 
-    def _attempt(self, kv: ChunkKV) -> StoreError | None:
+    def _attempt(self, kv: HeldChunk) -> StoreError | None:
         try:
             self._write(kv)
         except Exception as error:  # whatever it is, the thread must live on and the caller must learn of it

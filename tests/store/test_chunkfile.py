@@ -7,6 +7,7 @@ import os
 import random
 import struct
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,10 +17,10 @@ from safetensors.torch import save
 
 from blendkv.errors import DamagedChunkError, InputError, StoreMismatchError
 from blendkv.store import chunkfile
-from blendkv.store.chunkfile import encode_chunk
 from blendkv.store.disk import DiskReader
 from blendkv.store.index import Row
 from blendkv.store.repair import _read_row
+from blendkv.store.tensors import encode_chunk
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -80,7 +81,7 @@ def test_any_safetensors_reader_can_read_it(make_kv, tmp_path):
 
 def test_every_single_bit_flip_is_noticed_or_harmless(make_kv, assert_same, tmp_path):
     kv = make_kv(1, tokens=1, dims=((1, 2),), heads=1)
-    data = encode_chunk(kv)
+    data = bytes(encode_chunk(kv))
     path = tmp_path / "x"
     path.write_bytes(data)
     outcomes = set()
@@ -99,7 +100,7 @@ def test_random_damage_is_noticed_with_the_reason(make_kv, assert_same, tmp_path
     print("seed", seed)
     rng = random.Random(seed)
     kv = make_kv(2, tokens=64)
-    data = encode_chunk(kv)
+    data = bytes(encode_chunk(kv))
     path = tmp_path / "x"
     for _ in range(150):
         cut = rng.randrange(len(data))
@@ -142,9 +143,34 @@ def rewritten(data, **changes):
     return struct.pack("<Q", len(text)) + text + data[8 + length :]
 
 
+def as_the_first_releases_wrote_it(kv):
+    """The same tensors and metadata in safetensors' own order, by its own writer."""
+    data = bytes(encode_chunk(kv))
+    header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
+    tensors = {"token_ids": torch.from_numpy(np.array(kv.token_ids))}
+    for index in range(kv.layers):
+        tensors |= {f"k.{index}": kv.k[index], f"v.{index}": kv.v[index]}
+    return save(tensors, header["__metadata__"])
+
+
+def test_files_of_the_first_releases_are_read(make_kv, assert_same, tmp_path):
+    kv = make_kv(1, tokens=9, dims=((4, 4),) * 12)
+    path = tmp_path / "x"
+    path.write_bytes(as_the_first_releases_wrote_it(kv))
+    assert path.read_bytes() != bytes(encode_chunk(kv))
+    assert outcome(path, kv, assert_same) == "exact"
+    assert _read_row(path, kv.key).key == kv.key
+    assert not DiskReader(path, row_of(kv)).header.in_order
+    path.write_bytes(encode_chunk(kv))
+    header = DiskReader(path, row_of(kv)).header
+    assert header.in_order
+    assert header.layer_range(0)[0] % 64 == 0
+    assert header.layer_range(11)[1] == path.stat().st_size
+
+
 def test_newer_formats_and_unknown_codecs_are_not_called_damage(make_kv, assert_same, tmp_path):
     kv = make_kv(1)
-    data = encode_chunk(kv)
+    data = bytes(encode_chunk(kv))
     path = tmp_path / "x"
     path.write_bytes(rewritten(data))
     assert outcome(path, kv, assert_same) == "exact"

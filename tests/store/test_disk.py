@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 
 from blendkv.errors import DamagedChunkError, StoreError, StoreFullError
-from blendkv.store import KVStore
-from blendkv.store.chunkfile import encode_chunk
+from blendkv.store import POLICIES, KVStore, LruPolicy
 from blendkv.store.disk import DiskReader
+from blendkv.store.tensors import encode_chunk
 
 
 @pytest.fixture
@@ -53,6 +53,28 @@ def test_the_least_recently_used_leaves_first(tmp_path, make_kv):
     with limited(tmp_path, kvs[0], 3) as store:  # the order survives a restart
         store.put(kvs[0])
         assert present(store, kvs) == [True, False, True, False, True]
+
+
+class Youngest(LruPolicy):
+    """The most recently used leaves first."""
+
+    def victims(self, nbytes, keep):
+        return super().victims(1 << 60, keep)[-1:]
+
+
+def test_another_policy_decides_what_leaves(tmp_path, make_kv, monkeypatch):
+    monkeypatch.setitem(POLICIES._items, "youngest", Youngest)
+    kvs = [make_kv(number) for number in range(5)]
+    limit = 3 * len(encode_chunk(kvs[0])) + 64
+    with KVStore.open(tmp_path / "s", memory_bytes=0, disk_bytes=limit, policy="youngest") as store:
+        for kv in kvs[:3]:
+            store.put(kv)
+        store.pin([kvs[2].key])
+        store.get(kvs[0].key, kvs[0].token_ids)
+        store.put(kvs[3])
+        assert present(store, kvs) == [False, True, True, True, False]
+        store.put(kvs[4])
+        assert present(store, kvs) == [False, True, True, False, True]
 
 
 def test_pinned_chunks_stay_and_a_store_of_pins_is_full(tmp_path, make_kv):
@@ -335,7 +357,7 @@ def test_evictions_by_another_process_are_noticed(tmp_path, make_kv):
     with limited(tmp_path, kvs[0], 3) as one, limited(tmp_path, kvs[0], 3) as two:
         for kv in kvs[:3]:
             one.put(kv)
-        two.put(kvs[3])  # evicts 0, which `one` still has in its policy once it looks
+        two.put(kvs[3])  # evicts 0, which `one` put
         two.get(kvs[1].key, kvs[1].token_ids)
         two.flush()
         one.put(kvs[4])  # `two` used 1, so 2 goes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sqlite3
 
 import numpy as np
@@ -163,3 +164,55 @@ def test_a_full_device_is_told_as_such(index, make_kv):
     assert caught.value.errno == 28
     index._writer.execute("PRAGMA max_page_count = 1000000")
     add(index, big)
+
+
+def test_totals_are_carried_on_through_writes_of_this_process_and_others(index, tmp_path, make_kv):
+    """In a transaction they are not counted anew, and equal what is counted all the same."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng, kvs, there = random.Random(seed), [make_kv(number) for number in range(12)], {}
+    other = Index(tmp_path / "index.sqlite")
+    for _ in range(300):
+        writer, kv, size = rng.choice([index, index, other]), rng.choice(kvs), rng.randrange(1000)
+        before = dict(there)
+        try:
+            with writer.transaction():
+                if rng.random() < 0.5:
+                    assert writer.totals() == (len(there), sum(there.values()))
+                if kv.key in there:
+                    assert writer.delete(kv.key)
+                    del there[kv.key]
+                else:
+                    assert not writer.delete(kv.key)
+                    row = Row(kv.key, kv.fingerprint, kv.recipe, kv.token_ids, kv.nbytes, size, "p", 1.0, 2.0)
+                    writer.insert(row)
+                    there[kv.key] = size
+                assert writer.totals() == (len(there), sum(there.values()))
+                if rng.random() < 0.2:
+                    raise ZeroDivisionError
+        except ZeroDivisionError:
+            there = before
+        assert index.totals() == other.totals() == (len(there), sum(there.values()))
+    other.close()
+
+
+def test_the_oldest_are_those_not_pinned_by_use(index, make_kv):
+    kvs = [make_kv(number) for number in range(5)]
+    for kv in kvs:
+        add(index, kv)
+    index.touch(kvs[0].key)
+    with index.transaction():
+        index.set_pinned([kvs[2].key], True)
+        index.apply_touches()
+        order = [kvs[number].key for number in (1, 3, 4, 0)]
+        for nbytes, count in ((0, 0), (1, 1), (100, 1), (101, 2), (300, 3), (10_000, 4)):
+            assert index.oldest(nbytes) == order[:count]
+
+
+def test_keys_by_their_first_digits(index, make_kv):
+    kvs = [make_kv(number) for number in range(40)]
+    for kv in kvs:
+        add(index, kv)
+    assert index.keys() == {kv.key for kv in kvs}
+    for digit in "0123456789abcdef":
+        assert index.keys(digit) == {kv.key for kv in kvs if kv.key.startswith(digit)}

@@ -1,9 +1,10 @@
-"""KVStore against a dict: any sequence of calls, with and without limits."""
+"""A store against a dict, in this process and in a daemon: any sequence of calls, with and without limits."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +13,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from blendkv.daemon.arena import PAGE
+from blendkv.daemon.client import DaemonStore
+from blendkv.daemon.server import Daemon
 from blendkv.errors import StoreFullError
 from blendkv.store import ChunkReader, KVStore
-from blendkv.store.chunkfile import encode_chunk
+from blendkv.store.tensors import encode_chunk
 from blendkv.types import ChunkKV
 
 NUMBERS = st.integers(0, 5)
@@ -35,11 +39,16 @@ class StoreMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self):
-        limit = None if self.disk_chunks is None else self.disk_chunks * len(encode_chunk(self.kvs[0]))
-        self.store = KVStore.open(self.path / "s", memory_bytes=self.memory_bytes, disk_bytes=limit)
+        self.open_store(None if self.disk_chunks is None else self.disk_chunks * len(encode_chunk(self.kvs[0])))
         assert not self.store.repair
         # What is in memory only (the disk was full of pins) ends with the process.
         self.model = {number: pinned for number, pinned in self.model.items() if self.on_disk(number)}
+
+    def open_store(self, limit):
+        self.store = KVStore.open(self.path / "s", memory_bytes=self.memory_bytes, disk_bytes=limit)
+
+    def close_store(self):
+        self.store.close()
 
     def on_disk(self, number):
         return self.store._disk.contains(self.kvs[number].key)
@@ -97,7 +106,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def reopen(self):
-        self.store.close()
+        self.close_store()
         self.open()
 
     @rule()
@@ -128,26 +137,51 @@ class StoreMachine(RuleBasedStateMachine):
         assert sum(file.stat().st_size for file in files) == disk.bytes
 
     def teardown(self):
-        self.store.close()
+        self.close_store()
         shutil.rmtree(self.path)
 
 
-@pytest.mark.parametrize(("memory_chunks", "disk_chunks"), [(0, None), (2, None), (2, 3), (10, 2), (0, 3)])
-def test_the_store_is_a_dict_with_limits(make_kv, assert_same, memory_chunks, disk_chunks):
-    kvs = [make_kv(number, tokens=6) for number in range(6)]
-    attributes = {
-        "kvs": kvs,
-        "memory_bytes": memory_chunks * kvs[0].nbytes,
-        "disk_chunks": disk_chunks,
-        "assert_same": staticmethod(assert_same),
-    }
+class DaemonMachine(StoreMachine):
+    """The same over a client and a daemon, which ends whenever the store is reopened."""
+
+    def open_store(self, limit):
+        self.daemon = Daemon(self.path / "s", self.memory_bytes, limit)
+        self.thread = threading.Thread(target=self.daemon.serve)
+        self.thread.start()
+        self.store = DaemonStore(self.path / "s", 60.0)
+
+    def close_store(self):
+        self.store.close()
+        self.daemon.close()
+        self.thread.join()
+
+    def on_disk(self, number):
+        return self.daemon.store.index.row(self.kvs[number].key) is not None
+
+
+def run(machine, examples, **attributes):
     run_state_machine_as_test(
-        type("LimitedMachine", (StoreMachine,), attributes),
+        type("LimitedMachine", (machine,), attributes),
         settings=settings(
-            max_examples=15,
+            max_examples=examples,
             stateful_step_count=30,
             deadline=None,
             suppress_health_check=list(HealthCheck),
             print_blob=True,
         ),
     )
+
+
+@pytest.mark.parametrize(("memory_chunks", "disk_chunks"), [(0, None), (2, None), (2, 3), (10, 2), (0, 3)])
+def test_the_store_is_a_dict_with_limits(make_kv, assert_same, memory_chunks, disk_chunks):
+    kvs = [make_kv(number, tokens=6) for number in range(6)]
+    memory = memory_chunks * kvs[0].nbytes
+    run(StoreMachine, 15, kvs=kvs, memory_bytes=memory, disk_chunks=disk_chunks, assert_same=staticmethod(assert_same))
+
+
+@pytest.mark.parametrize(("memory_chunks", "disk_chunks"), [(1, None), (2, 3), (10, 2)])
+def test_so_it_is_in_a_daemon(make_kv, assert_same, memory_chunks, disk_chunks):
+    """A chunk of these takes a page of the daemon's memory."""
+    kvs = [make_kv(number, tokens=6) for number in range(6)]
+    memory = memory_chunks * PAGE
+    run(DaemonMachine, 8, kvs=kvs, memory_bytes=memory, disk_chunks=disk_chunks, assert_same=staticmethod(assert_same))

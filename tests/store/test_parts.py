@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,8 +12,10 @@ from hypothesis import strategies as st
 
 from blendkv.errors import InputError, StoreFullError
 from blendkv.store import CODECS, POLICIES, ChunkReader, KVStore, LoadingReader, LruPolicy
+from blendkv.store.chunkfile import header_bytes, parse_header
 from blendkv.store.memory import MemoryTier
 from blendkv.store.normalise import normalised
+from blendkv.store.tensors import cut_layers, encode_chunk, tensor_of
 from blendkv.types import ChunkKV, Recipe
 
 
@@ -32,7 +37,7 @@ def test_raw_codec_returns_the_same_bits():
     codec = CODECS.get("raw")
     parts = codec.encode(k, v)
     assert tuple(parts) == codec.parts
-    assert codec.decode(parts) == (k, v)
+    assert codec.decode(parts, "float32") == (k, v)
 
 
 def test_unknown_names_list_what_is_allowed(tmp_path):
@@ -110,7 +115,7 @@ def test_memory_respects_pins_and_refuses_without_evicting(make_kv):
     tier.put(a)
     tier.put(b)
     assert not tier.fits(big.nbytes)
-    with pytest.raises(StoreFullError, match="pinned; raise the limit or unpin some"):
+    with pytest.raises(StoreFullError, match="pinned or in use; raise the limit or unpin some"):
         tier.put(big)
     assert tier.contains(a.key)
     assert tier.contains(b.key)
@@ -165,3 +170,34 @@ def test_wrong_chunks_are_refused(make_kv, change, message):
         with pytest.raises(InputError, match=message):
             store.put(ChunkKV(**fields))
         assert store.ls() == []
+
+
+@pytest.mark.parametrize("codec", CODECS.names())
+def test_layers_cut_together_are_those_cut_one_by_one(make_kv, codec):
+    """Tensors over the memory of the file: equal to `decode_layer`'s, and they follow what is written there later."""
+    kv = make_kv(1, tokens=6, dims=((64, 64),) * 3)
+    kv = replace(kv, recipe=replace(kv.recipe, codec=codec))
+    file = encode_chunk(kv)
+    header = parse_header(file[: header_bytes(file[:8], len(file), kv.key)], len(file), kv.key)
+    later = np.zeros(len(file), dtype=np.uint8)
+    found = cut_layers(later.data, header)
+    assert found is not None
+    later[:] = np.frombuffer(file, dtype=np.uint8)
+    for index, parts in enumerate(found):
+        spans = header.layer(index)
+        assert parts.keys() == spans.keys()
+        for part, span in spans.items():
+            one = tensor_of(span, later.data[span.start : span.start + span.size])
+            assert (parts[part].dtype, parts[part].shape) == (one.dtype, one.shape)
+            assert parts[part].is_contiguous()
+            assert parts[part].data_ptr() == one.data_ptr()
+    shifted = np.zeros(len(file) + 1, dtype=np.uint8)[1:]
+    assert (cut_layers(shifted.data, header) is None) == any(p.dtype.itemsize > 1 for p in found[0].values())
+
+
+def test_layers_that_differ_are_not_cut_together(make_kv):
+    kv = make_kv(1)  # its layers have other head dims
+    file = encode_chunk(kv)
+    header = parse_header(file[: header_bytes(file[:8], len(file), kv.key)], len(file), kv.key)
+    assert not header.uniform
+    assert cut_layers(file, header) is None

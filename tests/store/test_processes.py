@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from blendkv.store import KVStore
-from blendkv.store.chunkfile import encode_chunk
+from blendkv.store.tensors import encode_chunk
 
 TOKENS, DIMS = 200, ((64, 64), (32, 64))
 

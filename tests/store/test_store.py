@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from blendkv.errors import DamagedChunkError, InputError, StoreError, StoreFullError
-from blendkv.store import KVStore, RepairReport, tiered
+from blendkv.store import KVStore, RepairReport, core
 from blendkv.types import ChunkKV
 
 BIG = 1 << 30
@@ -426,7 +426,7 @@ def test_close_writes_what_waits(tmp_path, make_kv, assert_holds):
 
 def test_a_full_queue_holds_the_caller_back(tmp_path, make_kv, monkeypatch):
     kvs = [make_kv(number) for number in range(3)]
-    monkeypatch.setattr(tiered, "_QUEUE_BYTES", 2 * kvs[0].nbytes)
+    monkeypatch.setattr(core, "QUEUE_BYTES", 2 * kvs[0].nbytes)
     with open_store(tmp_path) as store:
         gate = Gate(store, monkeypatch)
         store.put_async(kvs[0])
@@ -445,7 +445,7 @@ def test_a_full_queue_holds_the_caller_back(tmp_path, make_kv, monkeypatch):
 
 
 def test_a_chunk_larger_than_the_queue_passes_alone(tmp_path, make_kv, monkeypatch):
-    monkeypatch.setattr(tiered, "_QUEUE_BYTES", 1)
+    monkeypatch.setattr(core, "QUEUE_BYTES", 1)
     with open_store(tmp_path) as store:
         store.put_async(make_kv(1))
         store.put_async(make_kv(2))

@@ -17,7 +17,7 @@ import traceback
 from factory import make_kv
 
 from blendkv.store import KVStore
-from blendkv.store.chunkfile import encode_chunk
+from blendkv.store.tensors import encode_chunk
 
 TOKENS, DIMS = 200, ((64, 64), (32, 64))
 
