@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from blendkv import __version__
-from blendkv.cli import ask, bench, calibrate, demo, doctor, eval, ingest, plan, serve, store
+from blendkv.cli import ask, bench, calibrate, daemon, demo, doctor, eval, ingest, plan, serve, store, store_transfer
 from blendkv.errors import BlendKVError
 
 app = typer.Typer(
@@ -28,9 +28,12 @@ app.command("demo")(demo.demo)
 app.command("ingest")(ingest.ingest)
 app.command("ask")(ask.ask)
 app.command("serve")(serve.serve)
+app.command("daemon")(daemon.daemon)
 app.command("plan")(plan.plan)
 app.command("calibrate")(calibrate.calibrate)
 app.command("doctor")(doctor.doctor)
+store.app.command("export")(store_transfer.export)
+store.app.command("import")(store_transfer.import_)
 app.add_typer(store.app, name="store")
 app.add_typer(bench.app, name="bench")
 app.add_typer(eval.app, name="eval")

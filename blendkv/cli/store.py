@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,24 +15,24 @@ from blendkv.config import format_bytes, parse_bytes
 from blendkv.errors import InputError
 
 if TYPE_CHECKING:
-    from blendkv.store.tiered import KVStore
+    from blendkv.store.door import Store as OpenStore
 
 app = typer.Typer(help="Inspect and mend a store.")
 Keys = Annotated[list[str], typer.Argument(help="Chunk keys, or their first digits (at least 8).")]
 
 
 @contextmanager
-def _open(path: str, disk: str | None = None) -> Iterator[KVStore]:
+def _open(path: str, disk: str | None = None) -> Iterator[OpenStore]:
+    from blendkv.daemon.opening import open_store
     from blendkv.pipeline import check_store
-    from blendkv.store.tiered import KVStore
 
     check_store(path)
     limit = None if disk is None else parse_bytes(disk)
-    with KVStore.open(path, memory_bytes=0, disk_bytes=limit) as store:
+    with closing(open_store(path, 0, limit)) as store:
         yield store
 
 
-def _full_keys(store: KVStore, prefixes: list[str]) -> list[str]:
+def _full_keys(store: OpenStore, prefixes: list[str]) -> list[str]:
     """Complete shortened keys; each must name one chunk."""
     known = [row.key for row in store.ls()]
     found = []
@@ -79,10 +79,27 @@ def _day(seconds: float | None) -> str | None:
 
 
 @app.command("stat")
-def stat(store: Store, as_json: Json = False) -> None:
-    """Count chunks and bytes by tier and model."""
+def stat(
+    store: Store,
+    every: Annotated[
+        float | None,
+        typer.Option(
+            "--watch",
+            metavar="SECONDS",
+            min=0.1,
+            help="Show it again and again, until Ctrl-C; with --json, a line each time.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What a store holds by tier and model, and what it did since its daemon was started, if one runs."""
+    from blendkv.cli.watch import sample, tables, watch, whole
+
     with _open(store) as opened:
-        found, rows = opened.stat(), opened.ls()
+        if every is not None:
+            watch(opened, every, as_json)
+            return
+        found, rows = sample(opened), opened.ls()
     models: dict[str, list[int]] = {}
     for row in rows:
         entry = models.setdefault(row.fingerprint, [0, 0])
@@ -90,10 +107,9 @@ def stat(store: Store, as_json: Json = False) -> None:
         entry[1] += row.nbytes
     if as_json:
         by_model = [{"fingerprint": f, "chunks": n, "bytes": b} for f, (n, b) in models.items()]
-        emit("store stat", [asdict(t) for t in found.tiers], pinned=found.pinned, models=by_model)
+        emit("store stat", **whole(found), models=by_model)
         return
-    shown = [(t.name, t.chunks, format_bytes(t.bytes), format_bytes(t.limit) if t.limit else None) for t in found.tiers]
-    table("tiers", ("tier", "chunks", "bytes", "limit"), shown)
+    out.print(tables(found))
     table(
         "models",
         ("fingerprint", "chunks", "bytes of KV"),

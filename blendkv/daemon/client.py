@@ -1,0 +1,407 @@
+"""The store of a daemon, as an engine sees it: `blendkv.store.KVStore`'s calls over a connection that mends itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import xxhash
+
+from blendkv.daemon import messages as m
+from blendkv.daemon.connection import Answer, Connection, DownError
+from blendkv.daemon.images import head_of
+from blendkv.daemon.index import RemoteIndex
+from blendkv.daemon.link import Link
+from blendkv.daemon.reader import LentReader, LoadingLentReader
+from blendkv.daemon.shm import Parcel
+from blendkv.errors import DamagedChunkError, StoreError
+from blendkv.observe.tracing import detail
+from blendkv.store.base import ChunkReader, IndexReader, TierStat
+from blendkv.store.chunkfile import Header, ids_of, parse_header, read_header, read_span, token_ids_digest
+from blendkv.store.disk import DiskReader
+from blendkv.store.index import Row
+from blendkv.store.reader import KeepingReader
+from blendkv.store.reports import ChunkInfo, GcReport, RepairReport, StoreStat, VerifyReport
+from blendkv.store.writer import BackgroundWriter
+from blendkv.types import ChunkKV, TokenIds, as_token_ids
+
+QUEUE_BYTES = 512 << 20
+"""Bytes of K and V that may wait to be handed to the daemon."""
+DEADLINE = 0.1
+"""Seconds in which the daemon must show that it lives."""
+PATIENCE = 2.0
+"""Seconds that a look-up may take, in a remote tier for instance, before it counts as a miss."""
+GRACE = 5.0
+"""Seconds for which a put waits for a daemon that was there a moment ago."""
+_PUT_TRIES = 3
+_HEADERS = 1024  # parsed headers that are remembered
+_EMPTY = StoreStat((TierStat("memory", 0, 0, 0), TierStat("disk", 0, 0, None)), 0, {}, 0, 0, 0, 0, 0)
+
+_log = logging.getLogger(__name__)
+
+
+class DaemonStore:
+    """Chunk KVs by key in the daemon of the store at ``root``; safe to use from several threads.
+
+    While no daemon answers, look-ups find nothing and chunks that are put are dropped and counted, so that requests
+    are prefilled in full and none waits; listing, pinning and their like raise. The connection mends itself.
+
+    Parameters
+    ----------
+    root
+        The store's folder.
+    deadline
+        Seconds in which the daemon must show that it lives; one that does not counts as gone.
+    """
+
+    def __init__(self, root: Path, deadline: float = DEADLINE) -> None:
+        self.path = root.absolute()
+        """The store's folder."""
+        self._link = Link(self.path, "engine", deadline)
+        self._index = RemoteIndex(self._link)
+        self._writer: BackgroundWriter[ChunkKV] = BackgroundWriter(self._put, QUEUE_BYTES)
+        self._headers: dict[str, tuple[bytes, Header, TokenIds]] = {}
+        self._counts: Counter[str] = Counter()
+        self._last = _EMPTY
+        self._closed = False
+
+    @property
+    def repair(self) -> RepairReport:
+        """What the daemon put right when it opened the store."""
+        return self._link.connection().welcome.repair
+
+    @property
+    def index(self) -> IndexReader:
+        """The index, to look for chunks by content; its calls raise `StoreError` while no daemon answers."""
+        self._check_open()
+        return self._index
+
+    @property
+    def up(self) -> bool:
+        """Whether the daemon answers, as far as is known."""
+        return self._link.up
+
+    @property
+    def missed(self) -> int:
+        """Calls that found no daemon."""
+        return self._counts["down"]
+
+    @property
+    def reconnects(self) -> int:
+        """How often a daemon that was gone was found again."""
+        return self._link.reconnects
+
+    def contains(self, key: str, token_ids: TokenIds) -> bool:
+        """Whether the chunk is stored; counts neither as a use nor as a hit."""
+        self._check_open()
+        pending = self._writer.pending(key)
+        if pending is not None:
+            return np.array_equal(pending.token_ids, token_ids)
+        return self.lookup([key])[0] == token_ids_digest(as_token_ids(token_ids))
+
+    def lookup(self, keys: Sequence[str]) -> list[str | None]:
+        """The digest (`token_ids_digest`) of the token ids stored under each key, None where nothing is.
+
+        One message for many keys; counts neither as a use nor as a hit.
+        """
+        self._check_open()
+        found: list[str | None] = [digest.hex() or None for digest in self._digests(keys).digests]
+        for place, key in enumerate(keys):
+            pending = self._writer.pending(key)
+            if pending is not None:
+                found[place] = token_ids_digest(pending.token_ids)
+        return found
+
+    def in_memory(self, key: str) -> bool:
+        """Whether the chunk can be read without the disk."""
+        self._check_open()
+        return self._writer.pending(key) is not None or self._digests([key]).in_memory[0]
+
+    def token_ids(self, key: str) -> TokenIds | None:
+        """Token ids stored under ``key``, or None."""
+        self._check_open()
+        pending = self._writer.pending(key)
+        if pending is not None:
+            return pending.token_ids
+        try:
+            data = self._ask(m.TokenIdsOf(bytes.fromhex(key)), m.Blob, PATIENCE).data
+        except DownError:
+            return None
+        return as_token_ids(np.frombuffer(data, dtype="<i4")) if data else None
+
+    def get(self, key: str, token_ids: TokenIds) -> ChunkReader | None:
+        """Return a reader for the chunk, or None. It stays in the daemon's memory while reader or tensors live."""
+        self._check_open()
+        pending = self._writer.pending(key)
+        if pending is not None:
+            return pending if np.array_equal(pending.token_ids, token_ids) else None
+        try:
+            connection = self._link.connection()
+            with detail("daemon", request="Get") as told:
+                reply, fds = connection.ask_any(m.Get(bytes.fromhex(key)), limit=PATIENCE)
+                told.set(reply=type(reply).__name__)
+        except DownError:
+            self._counts["down"] += 1
+            return None
+        try:
+            reader = self._lent(connection, key, reply, fds)
+        except DamagedChunkError as error:
+            self.discard(key, error.reason)
+            return None
+        if reader is not None and not np.array_equal(reader.token_ids, token_ids):
+            self._counts["collision"] += 1
+            return None
+        return reader
+
+    def put(self, kv: ChunkKV) -> None:
+        """Store ``kv`` in the daemon's memory and on disk; a chunk that is there already is left as it is.
+
+        Raises
+        ------
+        InputError
+            If the tensors do not fit the token ids, the recipe or each other.
+        StoreFullError
+            If there is no room on disk, even after eviction.
+        StoreError
+            If another chunk is stored under the same key, the disk cannot be written, or no daemon answers.
+        """
+        self._check_open()
+        self._put(_checked(kv))
+
+    def put_async(self, kv: ChunkKV) -> None:
+        """Like `put`, in the background; waits while too many bytes are queued.
+
+        What goes wrong there is counted, logged once, and raised by `flush`.
+
+        Raises
+        ------
+        InputError
+            As `put`.
+        """
+        self._check_open()
+        self._writer.submit(_checked(kv))
+
+    def flush(self) -> None:
+        """Wait until all chunks put in the background are on disk.
+
+        Raises
+        ------
+        StoreFullError, StoreError
+            If some are not, since the last call.
+        """
+        self._check_open()
+        failures = self._writer.drain()
+        if failures:
+            message = f"{len(failures)} chunk KVs could not be stored in the background; the first: {failures[0]}"
+            kind = type(failures[0]) if len({type(failure) for failure in failures}) == 1 else StoreError
+            raise kind(message) from failures[0]
+
+    def prefetch(self, keys: Iterable[str], priority: int = 0) -> int:
+        """Let the daemon bring chunks to memory, a higher ``priority`` first; return how many are there or come."""
+        self._check_open()
+        try:
+            return self._ask(m.Prefetch(_bytes(keys), priority), m.Number).value
+        except DownError:
+            return 0
+
+    def cancel(self, keys: Iterable[str]) -> int:
+        """Forget prefetches that have not begun; return how many."""
+        self._check_open()
+        try:
+            return self._ask(m.Cancel(_bytes(keys)), m.Number).value
+        except DownError:
+            return 0
+
+    def discard(self, key: str, reason: str) -> None:
+        """Drop a damaged chunk everywhere; counted by what stands before the first colon of ``reason``."""
+        self._check_open()
+        try:
+            self._ask(m.Discard(bytes.fromhex(key), reason), m.Done)
+        except DownError:
+            _log.warning("chunk KV %s is damaged (%s); the daemon could not be told", key[:12], reason)
+
+    def remove(self, key: str) -> bool:
+        """Drop a chunk everywhere, pinned or not; return whether it was there."""
+        self._check_open()
+        there = self._writer.cancel(key)
+        return bool(self._ask(m.Remove(bytes.fromhex(key)), m.Number).value) or there
+
+    def pin(self, keys: Iterable[str]) -> None:
+        """Keep chunks from eviction until they are unpinned or removed; `InputError` if one is not stored."""
+        self._set_pinned(keys, True)
+
+    def unpin(self, keys: Iterable[str]) -> None:
+        """Let chunks be evicted again; `InputError` if one is not stored."""
+        self._set_pinned(keys, False)
+
+    def ls(self) -> list[ChunkInfo]:
+        """Every chunk, least recently used first."""
+        self._check_open()
+        return self._ask(m.List(), m.Listing).chunks
+
+    def stat(self) -> StoreStat:
+        """What the daemon's store holds and did since it was started; the last that was heard while none answers."""
+        self._check_open()
+        with suppress(DownError):
+            self.daemon_stats()
+        return replace(
+            self._last,
+            background_errors=self._last.background_errors + self._writer.failed,
+            pending_bytes=self._last.pending_bytes + self._writer.pending_bytes,
+        )
+
+    def daemon_stats(self) -> m.Stats:
+        """The daemon's own counts beside the store's."""
+        self._check_open()
+        # Not by `_ask`: who looks on is no request that missed something.
+        stats = self._link.connection().ask(m.Stat(), m.Stats)
+        self._last = stats.store
+        return stats
+
+    def verify(self) -> VerifyReport:
+        """Let the daemon read every file in full, and drop and list what is damaged."""
+        self._check_open()
+        return self._ask(m.Verify(), m.Verified).report
+
+    def gc(self) -> GcReport:
+        """Let the daemon evict down to its limits and sweep up what crashes left behind."""
+        self._check_open()
+        return self._ask(m.Collect(), m.Collected).report
+
+    def drop_page_cache(self) -> None:
+        """Make the next read of every file a cold one. For benchmarks."""
+        self._check_open()
+        self._ask(m.DropPageCache(), m.Done)
+
+    def close(self) -> None:
+        """Hand over what waits, then end the connection. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        failures = self._writer.close()
+        if failures:
+            _log.error("%d chunk KVs could not be stored in the background: %s", len(failures), failures[0])
+        self._link.close()
+
+    def __enter__(self) -> DaemonStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StoreError("the store is closed; open it again")
+
+    def _ask(self, request: m.Request, expected: type[Answer], limit: float | None = None) -> Answer:
+        try:
+            with detail("daemon", request=type(request).__name__):
+                return self._link.connection().ask(request, expected, limit=limit)
+        except DownError:
+            self._counts["down"] += 1
+            raise
+
+    def _digests(self, keys: Sequence[str]) -> m.Digests:
+        """What the daemon says of many keys; while none answers, that it has none of them."""
+        found = m.Digests([], [])
+        try:
+            for first in range(0, len(keys), m.MOST_KEYS):
+                some = self._ask(m.Lookup(_bytes(keys[first : first + m.MOST_KEYS])), m.Digests, PATIENCE)
+                found = m.Digests(found.digests + some.digests, found.in_memory + some.in_memory)
+        except DownError:
+            return m.Digests([b""] * len(keys), [False] * len(keys))
+        return found
+
+    def _lent(self, connection: Connection, key: str, reply: m.Reply, fds: list[int]) -> ChunkReader | None:
+        if isinstance(reply, m.Direct):
+            return self._direct(key, fds[0])
+        if not isinstance(reply, m.Lent):
+            return None
+        loan = connection.loan(reply.loan)
+        try:
+            memory = np.frombuffer(connection.window.view(reply.offset, reply.size), np.uint8)
+        except BaseException:
+            self._link.over(connection, reply.loan)
+            raise
+        # All views of the file hold this array: the loan is over when the reader and its last tensor are gone.
+        weakref.finalize(memory, self._link.over, connection, reply.loan)
+        file = memory.data
+        header, token_ids = self._header(key, file)
+        if reply.ready == header.layers:
+            return LentReader(key, header, token_ids, file, loan)
+        return LoadingLentReader(key, header, token_ids, file, loan, reply.tier, reply.ready)
+
+    def _header(self, key: str, file: memoryview) -> tuple[Header, TokenIds]:
+        """The file's header and token ids; parsing takes longer than all the rest of a hit, so it is remembered."""
+        head = head_of(file, len(file), key)
+        digest = xxhash.xxh3_128_digest(head)
+        known = self._headers.get(key)
+        if known is None or known[0] != digest:
+            header = parse_header(head, len(file), key)
+            known = digest, header, ids_of(header, file)
+            while len(self._headers) >= _HEADERS:
+                self._headers.pop(next(iter(self._headers)), None)
+            self._headers[key] = known
+        return known[1], known[2]
+
+    def _direct(self, key: str, fd: int) -> ChunkReader:
+        """A reader of the file itself, which had no room in the daemon's memory."""
+        try:
+            header = read_header(fd, key)
+            span = header.tensors["token_ids"]
+            data = memoryview(bytearray(span.size))
+            read_span(fd, key, span, data)
+        except BaseException:
+            os.close(fd)
+            raise
+        ids = as_token_ids(np.frombuffer(data, dtype="<i4"))
+        row = Row(key, header.fingerprint, header.recipe, ids, header.nbytes, header.file_bytes, "", 0.0, 0.0)
+        reader = DiskReader(self.path, row, fd)
+        return KeepingReader(reader, False, lambda kv: None, lambda error: self.discard(error.key, error.reason))
+
+    def _put(self, kv: ChunkKV) -> None:
+        from blendkv.store.tensors import encode_chunk
+
+        self._link.connection(GRACE)  # before the work of encoding
+        parcels: list[Parcel] = []
+
+        def allocate(size: int) -> memoryview:
+            parcels.append(Parcel.create(size))
+            return parcels[0].writable()
+
+        encode_chunk(kv, allocate).release()
+        parcels[0].seal()
+        for tries_left in reversed(range(_PUT_TRIES)):  # a put of what is there already does nothing
+            try:
+                self._link.connection(GRACE).ask(m.Put(bytes.fromhex(kv.key)), m.Done, (parcels[0].fd,))
+                return
+            except DownError:
+                if not tries_left:
+                    raise
+
+    def _set_pinned(self, keys: Iterable[str], pinned: bool) -> None:
+        self._check_open()
+        wanted = list(keys)
+        for key in wanted:
+            self._writer.wait(key)
+        self._ask(m.Pin(_bytes(wanted), pinned), m.Done)
+
+
+def _bytes(keys: Iterable[str]) -> list[bytes]:
+    return [bytes.fromhex(key) for key in keys]
+
+
+def _checked(kv: ChunkKV) -> ChunkKV:
+    from blendkv.store.normalise import normalised
+
+    return normalised(kv)

@@ -1,0 +1,245 @@
+"""A client's connection to a daemon: requests and replies by number, and what the daemon tells on its own."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from blendkv import errors
+from blendkv.daemon import address
+from blendkv.daemon import messages as m
+from blendkv.daemon.arena import Window
+from blendkv.daemon.loans import Loan
+from blendkv.daemon.wire import Wire, WireError, close_all
+from blendkv.errors import StoreError
+
+_UNHURRIED = 1.0  # seconds
+_GONE = "the daemon has gone"
+_SERIAL = itertools.count()
+
+Answer = TypeVar("Answer")
+
+
+class DownError(StoreError):
+    """No daemon answers."""
+
+
+class _Call:
+    """A request that waits for its reply."""
+
+    def __init__(self) -> None:
+        self.reply: m.Reply | None = None
+        self.fds: list[int] = []
+        self.done = threading.Event()
+
+
+class Connection:
+    """Opens a connection to the daemon of ``store``; a thread receives.
+
+    It has `ended` when the daemon does not answer, or `close` was called. Its socket stays open beyond that, as long as
+    chunks are lent: the daemon, which may only have been slow, takes its end for theirs, and uses their memory for
+    others.
+
+    Parameters
+    ----------
+    store
+        The store's folder.
+    client
+        What this process calls itself.
+    deadline
+        Seconds that a daemon may take to answer what is quick; one that takes longer counts as gone.
+
+    Raises
+    ------
+    DownError
+        If no daemon answers.
+    StoreMismatchError
+        If it speaks another protocol.
+    """
+
+    def __init__(self, store: Path, client: str, deadline: float) -> None:
+        self.number = next(_SERIAL)
+        """Tells it from every other connection of this process."""
+        self.deadline = deadline
+        self._loans: dict[int, Loan] = {}
+        self._calls: dict[int, _Call] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._receiving = True
+        self.ended = False
+        try:
+            sock = address.connect(store, deadline)
+        except OSError as error:
+            raise DownError(f"no daemon answers at {store} ({error.strerror or error})") from error
+        sock.settimeout(None)
+        address.send_timeout(sock, deadline)
+        self._wire: Wire[m.Reply] = Wire(sock, m.REPLIES)
+        self._thread = threading.Thread(target=self._receive, name="blendkv-daemon-client", daemon=True)
+        self._thread.start()
+        try:
+            reply, fds = self.ask_any(m.Hello(m.PROTOCOL, client, os.getpid()), limit=deadline)
+            if not isinstance(reply, m.Welcome) or len(fds) != 1:
+                close_all(fds)
+                raise DownError(f"what listens at {store} is no daemon of this protocol")
+            self.welcome = reply
+            self.window = Window(fds[0])
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(
+        self, request: m.Request, expected: type[Answer], fds: Sequence[int] = (), limit: float | None = None
+    ) -> Answer:
+        """Send a request and return its reply; any descriptor that comes with it is closed.
+
+        Raises
+        ------
+        DownError, StoreError
+            As `ask_any`.
+        """
+        reply, received = self.ask_any(request, fds, limit)
+        close_all(received)
+        if not isinstance(reply, expected):
+            self.close()
+            raise DownError(f"the daemon answered {type(request).__name__} with {type(reply).__name__}")
+        return reply
+
+    def ask_any(
+        self, request: m.Request, fds: Sequence[int] = (), limit: float | None = None
+    ) -> tuple[m.Reply, list[int]]:
+        """Send a request; return its reply and the descriptors that came along, which are the caller's to close.
+
+        It is waited for as long as the daemon answers pings, and ``limit`` seconds at most; without a limit nobody is
+        in a hurry, and a ping may take longer too.
+
+        Raises
+        ------
+        DownError
+            If the daemon is gone or does not answer in time; the connection is closed in the first case.
+        StoreError
+            What the daemon raised.
+        """
+        number, call = self._begin(request, fds)
+        begun = time.monotonic()
+        pace = self.deadline / 2 if limit is not None else max(self.deadline / 2, _UNHURRIED)
+        while not call.done.wait(pace):
+            if not self._alive(pace):
+                self.close()
+            elif limit is not None and time.monotonic() - begun > limit:
+                with self._lock:
+                    late = self._calls.pop(number, None) is not None
+                if late:
+                    raise DownError(f"the daemon lives, but {type(request).__name__} took longer than {limit:g} s")
+                call.done.wait()  # it has come just now
+        if call.reply is None:
+            raise DownError(_GONE)
+        if isinstance(call.reply, m.Fault):
+            close_all(call.fds)
+            raise _error(call.reply)
+        return call.reply, call.fds
+
+    def loan(self, number: int) -> Loan:
+        """The loan of a `Lent` reply."""
+        return self._loans[number]
+
+    @property
+    def lends(self) -> bool:
+        """Whether chunks are lent."""
+        return bool(self._loans)
+
+    def release(self, numbers: list[int]) -> None:
+        """Loans are over."""
+        with self._lock:
+            for number in numbers:
+                self._loans.pop(number, None)
+        if self.ended and not self._loans:
+            self._hang_up()
+            return
+        with suppress(WireError), self._sending:  # for a daemon that is gone they are over anyway
+            self._wire.send(0, m.Release(numbers))
+
+    def close(self) -> None:
+        """Ask nothing more; what waits for an answer gets none, and no further layers come. Idempotent."""
+        with self._lock:
+            self.ended = True
+            calls, self._calls = self._calls, {}
+            loans = list(self._loans.values())
+        for loan in loans:
+            loan.lose(_GONE)
+        for call in calls.values():
+            call.done.set()
+        if not loans:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """End the connection itself; who is the last to use the socket closes it."""
+        self._wire.end()
+        with self._sending:
+            if not self._receiving:
+                self._wire.close()
+
+    def _begin(self, request: m.Request, fds: Sequence[int]) -> tuple[int, _Call]:
+        call, number = _Call(), next(self._numbers)
+        with self._lock:
+            if self.ended:
+                raise DownError(_GONE)
+            self._calls[number] = call
+        try:
+            with self._sending:
+                self._wire.send(number, request, fds)
+        except WireError as error:
+            self.close()
+            raise DownError(f"the daemon takes no requests: {error}") from error
+        return number, call
+
+    def _alive(self, seconds: float | None = None) -> bool:
+        try:
+            _, call = self._begin(m.Ping(), ())
+        except DownError:
+            return False
+        return call.done.wait(seconds or self.deadline / 2) and call.reply is not None
+
+    def _receive(self) -> None:
+        try:
+            with suppress(WireError):
+                while True:
+                    self._take(*self._wire.receive())
+        finally:
+            self._receiving = False
+            self.close()
+
+    def _take(self, number: int, reply: m.Reply, fds: list[int]) -> None:
+        if isinstance(reply, m.Ready | m.Lost):
+            close_all(fds)
+            with self._lock:
+                loan = self._loans.get(reply.loan)
+            if loan is not None and isinstance(reply, m.Ready):
+                loan.advance(reply.layers)
+            elif loan is not None and isinstance(reply, m.Lost):
+                loan.lose(reply.reason)
+            return
+        with self._lock:
+            call = self._calls.pop(number, None)
+            if isinstance(reply, m.Lent):  # known before anything more is told of it
+                self._loans[reply.loan] = Loan(reply.loan, reply.ready, self._alive, self.deadline / 2)
+        if call is None:  # its caller has given up
+            close_all(fds)
+            if isinstance(reply, m.Lent):
+                self.release([reply.loan])
+            return
+        call.reply, call.fds = reply, fds
+        call.done.set()
+
+
+def _error(fault: m.Fault) -> StoreError | errors.InputError:
+    kind = getattr(errors, fault.kind, StoreError)
+    if not (isinstance(kind, type) and issubclass(kind, StoreError | errors.InputError)):
+        kind = StoreError
+    return kind(fault.message)

@@ -1,0 +1,127 @@
+"""A chunk file in shared memory, whole or being filled layer by layer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from blendkv.daemon.arena import Slab
+from blendkv.daemon.shm import Parcel
+from blendkv.errors import DamagedChunkError, InputError
+from blendkv.store.chunkfile import Header, copy_bytes, header_bytes
+from blendkv.store.filechunk import FileChunk
+from blendkv.types import Recipe, TokenIds
+
+Listener = Callable[["Image"], None]
+
+
+class LayerSource(Protocol):
+    """Where the layers of a chunk file come from."""
+
+    header: Header
+
+    def fill_head(self, file: memoryview) -> None:
+        """Write what stands before the layers to its place in ``file``."""
+
+    def fill(self, index: int, file: memoryview) -> None:
+        """Write the bytes of layer ``index`` to their place in ``file``."""
+
+    def close(self) -> None:
+        """No more is wanted."""
+
+
+class Image:
+    """The chunk file under ``key``: in a slab of the arena, or still in the parcel in which it came.
+
+    ``ready`` layers of it are there, counted from the first.
+    """
+
+    def __init__(self, key: str, header: Header, token_ids: TokenIds, place: Slab | Parcel, ready: int) -> None:
+        self.key = key
+        self.header = header
+        self.token_ids = token_ids
+        self.place = place
+        self.ready = ready
+        self.failure: str | None = None
+        self._listeners: list[Listener] = []
+        self._lock = threading.Lock()
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the model that computed it."""
+        return self.header.fingerprint
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the chunk KV was computed."""
+        return self.header.recipe
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return self.header.layers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all K and V, decoded."""
+        return self.header.nbytes
+
+    @property
+    def whole(self) -> bool:
+        """Whether all layers are there."""
+        return self.ready == self.layers
+
+    @classmethod
+    def received(cls, key: str, parcel: Parcel) -> Image:
+        """The image that a client has sent; every byte is checked.
+
+        Raises
+        ------
+        InputError
+            If it is not a whole chunk file of that key.
+        """
+        try:
+            chunk = FileChunk.parse(key, parcel.view())
+        except (DamagedChunkError, ValueError) as error:
+            reason = error.reason if isinstance(error, DamagedChunkError) else error
+            raise InputError(f"what was put under {key[:12]} is not the file of that chunk ({reason})") from error
+        return cls(key, chunk.header, chunk.token_ids, parcel, chunk.layers)
+
+    def moved(self, slab: Slab) -> Image:
+        """A copy in the arena."""
+        copy_bytes(slab.view(), self.place.view())
+        return Image(self.key, self.header, self.token_ids, slab, self.ready)
+
+    def file(self) -> memoryview:
+        """The bytes of the whole file; keep the image as long as the view."""
+        return self.place.view()
+
+    def listen(self, listener: Listener) -> int:
+        """Call ``listener`` at every change from here on; return how many layers are there now."""
+        with self._lock:
+            if not self.whole and self.failure is None:
+                self._listeners.append(listener)
+            return self.ready
+
+    def advance(self) -> None:
+        """One layer more is there."""
+        self._change(ready=self.ready + 1)
+
+    def fail(self, reason: str) -> None:
+        """The rest will not come."""
+        self._change(ready=self.ready, failure=reason)
+
+    def _change(self, ready: int, failure: str | None = None) -> None:
+        with self._lock:
+            self.ready, self.failure = ready, failure
+            listeners = list(self._listeners)
+            if self.whole or failure is not None:
+                self._listeners.clear()
+        for listener in listeners:
+            listener(self)
+
+
+def head_of(data: memoryview, size: int, key: str) -> bytes:
+    """The length and the header that lead a file: equal bytes mean an equal header."""
+    return bytes(data[: header_bytes(data[:8], size, key)])

@@ -1,0 +1,283 @@
+"""What clients and the daemon say to one another. Keys are the 32 bytes of a chunk key.
+
+Every request has one reply, of the type named in its docstring or `Fault`; `Ready` and `Lost` come on their own.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from blendkv.store.reports import ChunkInfo, GcReport, RepairReport, StoreStat, VerifyReport
+
+PROTOCOL = 1
+"""Raised with every change that an older peer would misread."""
+MOST_KEYS = 4096
+"""Keys in one message."""
+
+Key: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Keys: TypeAlias = Annotated[list[Key], msgspec.Meta(max_length=MOST_KEYS)]
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
+Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
+    """Anything that is sent."""
+
+
+class Hello(Message):
+    """First on a connection. Reply: `Welcome`, with the descriptor of the daemon's arena."""
+
+    protocol: int
+    client: Text
+    pid: int
+
+
+class Ping(Message):
+    """Are you there? Reply: `Done`."""
+
+
+class Lookup(Message):
+    """Which are stored? Reply: `Digests`."""
+
+    keys: Keys
+
+
+class TokenIdsOf(Message):
+    """The token ids of a chunk. Reply: `Blob`, int32 little-endian; empty if it is not stored."""
+
+    key: Key
+
+
+class Get(Message):
+    """Lend me a chunk. Reply: `Lent`, `Direct` or `Missing`."""
+
+    key: Key
+
+
+class Release(Message):
+    """Loans that are over. No reply."""
+
+    loans: list[Natural]
+
+
+class Put(Message):
+    """Keep the chunk file in the sealed memory whose descriptor comes along. Reply: `Done`, when it is on disk."""
+
+    key: Key
+
+
+class Prefetch(Message):
+    """Bring chunks to memory; a higher ``priority`` goes first. Reply: `Number`, of those that are or come."""
+
+    keys: Keys
+    priority: int
+
+
+class Cancel(Message):
+    """Forget prefetches that have not begun. Reply: `Number`, of those forgotten."""
+
+    keys: Keys
+
+
+class Discard(Message):
+    """A chunk is damaged. Reply: `Done`."""
+
+    key: Key
+    reason: Text
+
+
+class Remove(Message):
+    """Drop a chunk. Reply: `Number`, 1 if it was there."""
+
+    key: Key
+
+
+class Pin(Message):
+    """Pin or unpin. Reply: `Done`."""
+
+    keys: Keys
+    pinned: bool
+
+
+class List(Message):
+    """All chunks. Reply: `Listing`."""
+
+
+class Stat(Message):
+    """Reply: `Stats`."""
+
+
+class Verify(Message):
+    """Read every file. Reply: `Verified`."""
+
+
+class Collect(Message):
+    """Evict down to the limits and sweep. Reply: `Collected`."""
+
+
+class DropPageCache(Message):
+    """For benchmarks. Reply: `Done`."""
+
+
+class IndexVersion(Message):
+    """Reply: `Number`."""
+
+
+class IndexCount(Message):
+    """Reply: `Number`."""
+
+
+class IndexKeys(Message):
+    """Reply: `Blob`, the keys one behind the other."""
+
+
+class IndexChanged(Message):
+    """Chunks added or used after a tick. Reply: `Changes`."""
+
+    tick: Natural
+
+
+class IndexEntries(Message):
+    """What the index knows of chunks. Reply: `Entries`."""
+
+    keys: Keys
+
+
+class Welcome(Message):
+    """``path`` is the store's folder, ``repair`` what opening it put right."""
+
+    protocol: int
+    version: Text
+    path: str
+    repair: RepairReport
+
+
+class Done(Message):
+    """It is so."""
+
+
+class Missing(Message):
+    """There is no such chunk."""
+
+
+class Lent(Message):
+    """The chunk's file lies at ``offset`` of the arena.
+
+    ``ready`` layers are there already; `Ready` tells of further ones. ``tier`` is where they came from. The loan keeps
+    the chunk in memory until `Release`, or the end of the connection.
+    """
+
+    loan: Natural
+    ready: Natural
+    tier: Text
+    offset: Natural
+    size: Natural
+
+
+class Direct(Message):
+    """There is no room for the chunk in memory: the descriptor that comes along is the file's own."""
+
+
+class Number(Message):
+    """A count."""
+
+    value: int
+
+
+class Blob(Message):
+    """Bytes."""
+
+    data: bytes
+
+
+class Digests(Message):
+    """BLAKE2b-128 of the token ids of each chunk asked for, empty where there is none; and which are in memory."""
+
+    digests: list[bytes]
+    in_memory: list[bool]
+
+
+class Listing(Message):
+    """Least recently used first."""
+
+    chunks: list[ChunkInfo]
+
+
+class Stats(Message):
+    """The store's, and the daemon's own: loans, clients, loads that wait, bytes of shared memory that nothing uses."""
+
+    store: StoreStat
+    loans: int
+    clients: int
+    loading: int
+    free_bytes: int
+
+
+class Verified(Message):
+    """What a verification found."""
+
+    report: VerifyReport
+
+
+class Collected(Message):
+    """What a clean-up did."""
+
+    report: GcReport
+
+
+class Changes(Message):
+    """(key, bytes of the file, tick), oldest first."""
+
+    rows: list[tuple[bytes, int, int]]
+
+
+class Entry(Message):
+    """``recipe`` as JSON, ``token_ids`` as int32 little-endian."""
+
+    key: bytes
+    fingerprint: str
+    recipe: str
+    token_ids: bytes
+
+
+class Entries(Message):
+    """Of the chunks that are there, in no order."""
+
+    entries: list[Entry]
+
+
+class Fault(Message):
+    """The request failed; ``kind`` names the error's class in `blendkv.errors`."""
+
+    kind: Text
+    message: str
+
+
+class Ready(Message):
+    """So many layers of a loan are there, counted from the first."""
+
+    loan: Natural
+    layers: Natural
+
+
+class Lost(Message):
+    """The rest of a loan's layers will not come."""
+
+    loan: Natural
+    reason: str
+
+
+Request: TypeAlias = (
+    Hello | Ping | Lookup | TokenIdsOf | Get | Release | Put | Prefetch | Cancel | Discard | Remove | Pin
+    | List | Stat | Verify | Collect | DropPageCache | IndexVersion | IndexCount | IndexKeys | IndexChanged
+    | IndexEntries
+)  # fmt: skip
+Reply: TypeAlias = (
+    Welcome | Done | Missing | Lent | Direct | Number | Blob | Digests | Listing | Stats | Verified | Collected
+    | Changes | Entries | Fault | Ready | Lost
+)  # fmt: skip
+
+REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)

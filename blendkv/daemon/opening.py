@@ -1,0 +1,42 @@
+"""One call for a store, wherever it is: in its daemon if one runs, else in this process."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from blendkv.daemon import address
+from blendkv.daemon.client import DEADLINE, DaemonStore
+from blendkv.store.door import Store
+from blendkv.store.tiered import KVStore
+
+_log = logging.getLogger(__name__)
+
+
+def open_store(path: Path | str, memory_bytes: int, disk_bytes: int | None = None, deadline: float = DEADLINE) -> Store:
+    """Open the store at ``path``: by its daemon if one listens there, else in this process.
+
+    A daemon that listens and does not answer is waited for by nobody: it serves as soon as it does.
+
+    Parameters
+    ----------
+    path
+        The store's folder.
+    memory_bytes, disk_bytes
+        Limits in bytes for a store in this process; a daemon has limits of its own.
+    deadline
+        Seconds in which a daemon must show that it lives.
+
+    Raises
+    ------
+    InputError, StoreMismatchError, StoreError
+        As `KVStore.open`.
+    """
+    root = Path(path).expanduser()
+    if address.listens(root):
+        if disk_bytes is not None:
+            _log.warning("the store %s belongs to a daemon, whose own limit holds: --disk is not used", root)
+        return DaemonStore(root, deadline)
+    if address.socket_path(root).exists():
+        _log.warning("no daemon listens at %s any more: the store is opened in this process", root)
+    return KVStore.open(root, memory_bytes=memory_bytes, disk_bytes=disk_bytes)

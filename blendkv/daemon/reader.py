@@ -1,0 +1,89 @@
+"""A chunk that the daemon has lent: its layers, as tensors in the shared memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from blendkv.daemon.loans import Loan
+from blendkv.store.base import Layer
+from blendkv.store.chunkfile import Header
+from blendkv.store.codecs import CODECS
+from blendkv.types import Recipe, TokenIds
+
+if TYPE_CHECKING:
+    import torch
+
+
+class LentReader:
+    """A `ChunkReader` over the file of a chunk in shared memory, ``file``."""
+
+    def __init__(self, key: str, header: Header, token_ids: TokenIds, file: memoryview, loan: Loan) -> None:
+        self.key = key
+        self.header = header
+        self.token_ids = token_ids
+        self._file = file
+        self._loan = loan
+        self._cuts: list[dict[str, torch.Tensor]] | None = None
+        self._looked = False
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the chunk KV was computed."""
+        return self.header.recipe
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the model that computed it."""
+        return self.header.fingerprint
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return self.header.layers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all K and V."""
+        return self.header.nbytes
+
+    def layer(self, index: int) -> Layer:
+        """K and V of layer ``index``, each ``[tokens, kv_heads, head_dim]``; waits for it where it is being loaded.
+
+        Raises
+        ------
+        UnavailableChunkError
+            If it does not come: the daemon is gone, or the file behind it is damaged.
+        IndexError
+            If there is no such layer.
+        """
+        from blendkv.store.tensors import cut_layers, decode_layer
+
+        spans = self.header.layer(index)
+        if index >= self._loan.ready:
+            self._loan.wait_for(self.key, index)
+        if not self._looked:
+            self._cuts, self._looked = cut_layers(self._file, self.header), True
+        if self._cuts is None:
+            parts = {p: (span, self._file[span.start : span.start + span.size]) for p, span in spans.items()}
+            return decode_layer(self.recipe, parts)
+        return CODECS.get(self.recipe.codec).decode(self._cuts[index], self.recipe.dtype)
+
+
+class LoadingLentReader(LentReader):
+    """A `LentReader` of which only ``first`` layers were there when it was lent: a `LoadingReader`."""
+
+    def __init__(
+        self, key: str, header: Header, token_ids: TokenIds, file: memoryview, loan: Loan, tier: str, first: int
+    ) -> None:
+        super().__init__(key, header, token_ids, file, loan)
+        self.tier = tier
+        self._first = first
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that have come since it was lent."""
+        layers = (self.header.layer(index) for index in range(self._first, self._loan.ready))
+        return sum(span.size for layer in layers for span in layer.values())
+
+    def readahead(self, index: int) -> None:
+        """Nothing to do: the daemon reads ahead as fast as it can."""

@@ -1,0 +1,209 @@
+"""The daemon's store: the tiers of `blendkv.store`, with chunk files in shared memory as what memory holds."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from blendkv.daemon.arena import Arena, Slab
+from blendkv.daemon.images import Image
+from blendkv.daemon.loader import URGENT, Load, Loader
+from blendkv.errors import BlendKVError, DamagedChunkError, StoreFullError
+from blendkv.store.core import TieredStore
+from blendkv.store.disk import DiskReader
+from blendkv.store.guard import GuardedTier
+from blendkv.store.index import Index
+from blendkv.store.memory import MemoryTier
+from blendkv.store.opening import open_disk
+from blendkv.store.policy import POLICIES, disk_policy
+from blendkv.store.remote_reader import RemoteReader
+from blendkv.store.remotes import Remotes
+
+
+@dataclass(frozen=True)
+class Lending:
+    """A chunk in use: its image, and the tier it came from."""
+
+    image: Image
+    tier: str
+
+
+class ImageStore(TieredStore[Image]):
+    """Chunk files by key: in shared memory up to ``memory_bytes``, then on disk.
+
+    What is lent stays in memory until it is given back; what is loaded is there from the first moment on, filled layer
+    by layer, so that several clients share one load.
+
+    Parameters
+    ----------
+    root
+        The store's folder.
+    memory_bytes, disk_bytes
+        Limits in bytes; no disk limit by default.
+    policy
+        Name of the eviction policy of both tiers.
+    remotes
+        Remote tiers, fastest first; closed with the store.
+
+    Raises
+    ------
+    InputError, StoreMismatchError, StoreError
+        As `blendkv.store.KVStore.open`.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        memory_bytes: int,
+        disk_bytes: int | None = None,
+        policy: str = "lru",
+        remotes: Sequence[GuardedTier] = (),
+    ) -> None:
+        disk, repair = open_disk(root, disk_bytes, disk_policy(policy), Image.file)
+        self.arena = Arena(memory_bytes)
+        super().__init__(
+            MemoryTier(self.arena.size, POLICIES.get(policy)(), _held),
+            disk,
+            repair,
+            Remotes(remotes, Image.file) if remotes else None,
+        )
+        self._files = disk
+        self._loader = Loader()
+
+    @property
+    def index(self) -> Index:
+        """The index of the disk."""
+        self._check_open()
+        return self._files.index
+
+    @property
+    def loading(self) -> int:
+        """Chunks on their way to memory."""
+        return self._loader.pending
+
+    def lend(self, key: str) -> Lending | DiskReader | None:
+        """Lend the chunk; give it back with `take_back`. A reader of its file if it does not fit in memory."""
+        lending = self.lend_from_memory(key)
+        if lending is None:
+            self._count("memory misses")
+        return lending or self._load(key, URGENT, lend=True)
+
+    def lend_from_memory(self, key: str) -> Lending | None:
+        """Lend the chunk if it is in memory, or on its way there; never waits."""
+        self._check_open()
+        image = self._memory.use(key)
+        if image is None:
+            return None
+        self._count("memory hits")
+        if not image.whole:
+            self._loader.hasten(key, URGENT)
+        self._files.index.touch(key)
+        return Lending(image, "memory")
+
+    def take_back(self, loan: Lending) -> None:
+        """A loan is over."""
+        self._memory.release(loan.image.key)
+
+    def prefetch(self, keys: Sequence[str], priority: int) -> int:
+        """Bring chunks to memory in the background; return how many are there or come."""
+        self._check_open()
+        return sum(self.in_memory(key) or self._load(key, priority, lend=False) is not None for key in keys)
+
+    def cancel(self, keys: Sequence[str]) -> int:
+        """Forget loads that have not begun and that nobody waits for; return how many."""
+        return sum(not self._memory.in_use(key) and self._loader.cancel(key) for key in keys)
+
+    def close(self) -> None:
+        """End the loads, write what waits, then close."""
+        self._loader.close()
+        super().close()
+
+    def _checked(self, kv: Image) -> Image:
+        return kv
+
+    def _hold(self, kv: Image) -> Image:
+        """Copy what a client has sent into the arena; `StoreFullError` if there is no room."""
+        held = self._memory.get(kv.key)
+        if held is not None:  # one that is still being filled must not be written to disk
+            return held if held.whole else kv
+        return self._memory.place(kv.moved(self._room(kv.header.file_bytes)))
+
+    def _room(self, size: int) -> Slab:
+        """A slab, with the chunks evicted that it takes; gaps may ask for more of them than their bytes do."""
+        while (slab := self.arena.allocate(size)) is None:
+            if size > self.arena.size or not self._memory.evict(size):
+                raise StoreFullError(
+                    f"a chunk KV of {size} bytes does not fit in memory: the limit is {self.arena.size} bytes, and "
+                    "what is there is pinned, in use or on its way; raise the limit or unpin some"
+                )
+        return slab
+
+    def _load(self, key: str, priority: int, *, lend: bool) -> Lending | DiskReader | None:
+        reader = self._open(key)
+        if reader is None:
+            return None
+        try:
+            slab = self._room(reader.header.file_bytes)
+        except StoreFullError:
+            self._count("not in memory")
+            return reader if lend and isinstance(reader, DiskReader) else None
+        try:
+            reader.fill_head(slab.view())
+        except DamagedChunkError as error:
+            self._damaged(error)
+            return None
+        image = Image(key, reader.header, reader.token_ids, slab, 0)
+        held = self._memory.hold(image)
+        lending = Lending(held, reader.tier)
+        if held is image:
+            remote = isinstance(reader, RemoteReader)
+            self._loader.submit(Load(image, reader, self._come if remote else self._loaded), priority)
+        else:
+            reader.close()  # another client was faster
+        if not lend:
+            self.take_back(lending)
+        return lending
+
+    def _open(self, key: str) -> DiskReader | RemoteReader | None:
+        try:
+            reader = self._files.get(key)
+        except DamagedChunkError as error:
+            self._damaged(error)
+            reader = None
+        self._count("disk misses" if reader is None else "disk hits")
+        return reader or self._from_remote(key)
+
+    def _come(self, image: Image, error: BlendKVError | None) -> None:
+        """A load from a remote tier has ended; the disk knows nothing of it, nor of its damage."""
+        if error is None:
+            self._keep_remote(image)
+        else:
+            self._memory.delete(image.key)
+            self._count("failed loads")
+
+    def _loaded(self, image: Image, error: BlendKVError | None) -> None:
+        if error is None:
+            self._count("promoted")
+            with self._moving:
+                if not self._closed and not self._files.contains(image.key):  # removed while it was read
+                    self._memory.delete(image.key)
+            return
+        self._memory.delete(image.key)
+        if isinstance(error, DamagedChunkError) and not error.reason.startswith("cancelled"):
+            self._damaged(error)
+        elif not isinstance(error, DamagedChunkError):
+            self._count("failed loads")
+
+
+def _held(image: Image) -> int:
+    return image.place.held if isinstance(image.place, Slab) else 0
+
+
+def raise_file_limit() -> int:
+    """Let this process open as many files as it may (a chunk that is loaded is one); return how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
