@@ -1,42 +1,47 @@
-"""Metrics that are read when the page is: of the stores, and of another registry."""
+"""Metrics that are read when the page is: of the stores of a server, and of another registry."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-if TYPE_CHECKING:
-    from blendkv.store.base import TierStat
-    from blendkv.store.reports import StoreStat
+from blendkv.observe.families import Sample, counter, filled, gauge
+from blendkv.observe.tiers import STORE, samples
 
-_DAMAGE = ("missing", "truncated", "checksum", "header", "mismatch", "unreadable")
-_TIER = ("store", "tier")
+if TYPE_CHECKING:
+    from blendkv.store.reports import StoreStat
+    from blendkv.store.usage import CodecUse
+
 _VERDICTS = ("passed", "failed", "not_measured")
-_GAUGES = {
-    "store_bytes": ("Bytes of chunk KV by tier.", _TIER),
-    "store_limit_bytes": ("Most bytes that a tier may hold.", _TIER),
-    "store_chunks": ("Chunk KVs by tier.", _TIER),
-    "documents": ("Documents in the collection.", ("store",)),
-    "gate": ("The quality gate's verdict: 1 for the one that holds, 0 for the others.", ("store", "verdict")),
-}
-_COUNTERS = {
-    "store_lookups": ("Look-ups by tier.", (*_TIER, "result")),
-    "store_evictions": ("Evicted chunk KVs.", (*_TIER, "reason")),
-    "store_damaged": ("Chunk KVs that could not be read whole, dropped or not.", _TIER),
-    "store_discarded": ("Damaged chunk KVs that were dropped.", ("store", "kind")),
-    "store_write_errors": ("Chunk KVs that the background could not store.", ("store",)),
-    "library_chunks": (
-        "Chunk KVs found (hits), computed because they were missing (computed), looked up in vain because the store "
-        "failed (failed_lookups), and not stored because it failed (not_stored).", ("store", "event"),
+_FAMILIES = {
+    **STORE,
+    "documents": gauge("Documents in the collection.", "store"),
+    "gate": gauge(
+        "The quality gate's verdict: 1 for the one that holds, 0 for the others.", "store", "verdict"
     ),
-    "library_computed_tokens": ("Tokens of chunk KV computed alone.", ("store",)),
-    "incidents": ("What was mended or given up on the way to an answer.", ("store", "kind")),
+    "library_chunks": counter(
+        "Chunk KVs found (hits), computed because they were missing (computed), looked up in vain because the store "
+        "failed (failed_lookups), and not stored because it failed (not_stored).", "store", "event",
+    ),
+    "library_computed_tokens": counter("Tokens of chunk KV computed alone.", "store"),
+    "incidents": counter("What was mended or given up on the way to an answer.", "store", "kind"),
+    "daemon_up": gauge("Whether the store's daemon answers; nothing for a store in this process.", "store"),
+    "daemon_reconnects": counter("How often a daemon that was gone was found again.", "store"),
+    "daemon_missed_calls": counter("Look-ups and other calls that found no daemon.", "store"),
 }  # fmt: skip
-"""By name without ``blendkv_``: what it says, and its labels."""
+
+
+@dataclass(frozen=True)
+class ClientFacts:
+    """A daemon as its client sees it; see `blendkv.daemon.client.DaemonStore`."""
+
+    up: bool
+    reconnects: int
+    missed: int
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,8 @@ class StoreFacts:
     ``stat`` is from `blendkv.store.KVStore.stat`; ``library`` holds counts by name (``hits``, ``computed``,
     ``computed_tokens``, ``failed_lookups``, ``not_stored``); ``documents`` are those of the collection; ``incidents``
     counts what was mended or given up on the way, by a few fixed words (`blendkv.pipeline.RagPipeline.fallbacks`);
-    ``gate`` is the state of `blendkv.blend.gate.Gate`.
+    ``gate`` is the state of `blendkv.blend.gate.Gate`. ``codecs`` is what is on disk by codec, known where the store
+    lies in this process; ``daemon`` is there where it does not.
     """
 
     stat: StoreStat
@@ -54,6 +60,8 @@ class StoreFacts:
     documents: int
     incidents: Mapping[str, int]
     gate: str
+    codecs: Mapping[str, CodecUse] = field(default_factory=dict)
+    daemon: ClientFacts | None = None
 
 
 class StoreCollector(Collector):
@@ -64,18 +72,11 @@ class StoreCollector(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """The families, so that registering need not read a store."""
-        return _families().values()
+        return filled(_FAMILIES)
 
     def collect(self) -> Iterable[Metric]:
         """The families with what every store says now."""
-        families = _families()
-        for store, facts in self._stores().items():
-            for tier in facts.stat.tiers:
-                for name, labels, value in _of_tier(tier):
-                    families[name].add_metric((store, tier.name, *labels), value)
-            for name, labels, value in _of_store(facts):
-                families[name].add_metric((store, *labels), value)
-        return families.values()
+        return filled(_FAMILIES, (sample for name, facts in self._stores().items() for sample in _of(name, facts)))
 
 
 class IncludedCollector(Collector):
@@ -93,47 +94,18 @@ class IncludedCollector(Collector):
         return self._other.collect()
 
 
-def _families() -> dict[str, GaugeMetricFamily | CounterMetricFamily]:
-    gauges = {
-        name: GaugeMetricFamily(f"blendkv_{name}", text, labels=labels, unit="bytes" if name.endswith("bytes") else "")
-        for name, (text, labels) in _GAUGES.items()
-    }
-    counters = {
-        name: CounterMetricFamily(f"blendkv_{name}", text, labels=labels) for name, (text, labels) in _COUNTERS.items()
-    }
-    return {**gauges, **counters}
-
-
-def _of_tier(tier: TierStat) -> Iterable[tuple[str, tuple[str, ...], float]]:
-    """Samples of one tier: family, labels behind store and tier, value."""
-    yield "store_bytes", (), tier.bytes
-    yield "store_chunks", (), tier.chunks
-    if tier.limit is not None:
-        yield "store_limit_bytes", (), tier.limit
-    yield "store_lookups", ("hit",), tier.hits
-    yield "store_lookups", ("miss",), tier.misses
-    yield "store_damaged", (), tier.damaged
-    for reason, count in tier.evictions.items():
-        yield "store_evictions", (reason,), count
-
-
-def _of_store(facts: StoreFacts) -> Iterable[tuple[str, tuple[str, ...], float]]:
-    """Samples of one store: family, labels behind the store's, value."""
-    yield "documents", (), facts.documents
+def _of(store: str, facts: StoreFacts) -> Iterable[Sample]:
+    """Samples of one store."""
+    yield from samples(store, facts.stat, facts.codecs)
+    yield "documents", (store,), facts.documents
     for verdict in _VERDICTS:
-        yield "gate", (verdict,), float(verdict == facts.gate)
-    yield "store_write_errors", (), facts.stat.background_errors
-    for kind, count in _bounded(facts.stat.discarded).items():
-        yield "store_discarded", (kind,), count
+        yield "gate", (store, verdict), float(verdict == facts.gate)
     for event in ("hits", "computed", "failed_lookups", "not_stored"):
-        yield "library_chunks", (event,), facts.library.get(event, 0)
-    yield "library_computed_tokens", (), facts.library.get("computed_tokens", 0)
+        yield "library_chunks", (store, event), facts.library.get(event, 0)
+    yield "library_computed_tokens", (store,), facts.library.get("computed_tokens", 0)
     for kind, count in facts.incidents.items():
-        yield "incidents", (kind.replace(" ", "_"),), count
-
-
-def _bounded(discarded: Mapping[str, int]) -> dict[str, int]:
-    """Counts by the known kinds of damage; all others together."""
-    counts = {kind: discarded[kind] for kind in _DAMAGE if kind in discarded}
-    others = sum(count for kind, count in discarded.items() if kind not in _DAMAGE)
-    return {**counts, "other": others} if others else counts
+        yield "incidents", (store, kind.replace(" ", "_")), count
+    if facts.daemon is not None:
+        yield "daemon_up", (store,), float(facts.daemon.up)
+        yield "daemon_reconnects", (store,), facts.daemon.reconnects
+        yield "daemon_missed_calls", (store,), facts.daemon.missed

@@ -10,11 +10,13 @@ from typing import Any
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp
 
+from blendkv.daemon.client import DaemonStore
 from blendkv.errors import BlendKVError
-from blendkv.observe.collectors import StoreFacts
+from blendkv.observe.collectors import ClientFacts, StoreFacts
 from blendkv.pipeline import RagPipeline
 from blendkv.serve.errors import ApiError
 from blendkv.serve.settings import DEFAULT_STORE
+from blendkv.store.index import Index
 
 RAG = "rag"
 
@@ -111,10 +113,7 @@ class Backends:
         found = {}
         for name, pipeline in self.stores.items():
             try:
-                counts: dict[str, Any] = asdict(pipeline.library.counts)
-                found[name] = StoreFacts(
-                    pipeline.store.stat(), counts, pipeline.documents, dict(pipeline.fallbacks), pipeline.gate.state
-                )
+                found[name] = _facts(pipeline)
             except BlendKVError:
                 continue
         return found
@@ -124,6 +123,17 @@ class Backends:
         for pipeline in self.stores.values():
             pipeline.close()
         self.shut_down()
+
+
+def _facts(pipeline: RagPipeline) -> StoreFacts:
+    store = pipeline.store
+    counts: dict[str, Any] = asdict(pipeline.library.counts)
+    index = store.index
+    codecs = index.usage.read() if isinstance(index, Index) else {}
+    daemon = ClientFacts(store.up, store.reconnects, store.missed) if isinstance(store, DaemonStore) else None
+    return StoreFacts(
+        store.stat(), counts, pipeline.documents, dict(pipeline.fallbacks), pipeline.gate.state, codecs, daemon
+    )
 
 
 def served_name(model: str, given: str | None) -> str:

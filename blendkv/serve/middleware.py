@@ -9,10 +9,13 @@ import re
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from blendkv.observe.metrics import Metrics
+from blendkv.observe.tracing import Span
+from blendkv.observe.tracing import request as traced_request
 from blendkv.serve.errors import INVALID, ApiError, translate
 from blendkv.serve.stream import MEDIA_TYPE, error_event
 
@@ -67,17 +70,30 @@ class Accounts:
                 message = {**message, "headers": [*others, (b"x-request-id", request_id)]}
             await send(message)
 
+        matched = _ROUTES.match(scope["path"])
+        route = matched[0] if matched else "other"
         sent, began = Sent(named), time.perf_counter()
         try:
-            await self._app(scope, receive, sent)
-        except Exception as error:
-            _log.exception("request %s failed", request_id.decode())
-            await fail(sent, scope, receive, translate(error))
+            with _traced(scope, route, request_id.decode()) as span:
+                try:
+                    await self._app(scope, receive, sent)
+                except Exception as error:
+                    _log.exception("request %s failed", request_id.decode())
+                    await fail(sent, scope, receive, translate(error))
+                finally:
+                    span.answered(sent.status or 499)
         finally:
-            route = _ROUTES.match(scope["path"])
-            self._metrics.http.labels(route[0] if route else "other", str(sent.status or 499)).inc()
+            self._metrics.http.labels(route, str(sent.status or 499)).inc()
             spent = (time.perf_counter() - began) * 1e3
             _log.info("%s %s %s %d %.0f ms", request_id.decode(), scope["method"], scope["path"], sent.status, spent)
+
+
+def _traced(scope: Scope, route: str, request_id: str) -> AbstractContextManager[Span]:
+    """The request's span; none for probes and scrapers."""
+    if scope["path"] in OPEN_PATHS:
+        return nullcontext(Span())
+    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    return traced_request(headers, scope["method"], route, request_id)
 
 
 async def fail(sent: Sent, scope: Scope, receive: Receive, error: ApiError) -> None:

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from typing import Any
 
 from blendkv.answer import Answer, AnswerStream
+from blendkv.observe.tracing import carried
 
 
 class Running:
@@ -49,7 +50,7 @@ class Running:
         began = loop.time()
         async with self._turn:
             self.queued = loop.time() - began
-            starting = self._executor.submit(self._start)
+            starting = self._executor.submit(carried(self._start))
             try:
                 stream = await asyncio.wrap_future(starting)
             except asyncio.CancelledError:

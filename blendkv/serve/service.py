@@ -19,6 +19,7 @@ from blendkv.blend import parse_mode
 from blendkv.engines.base import GenerationOptions
 from blendkv.errors import BlendKVError
 from blendkv.observe.metrics import Metrics
+from blendkv.observe.tracing import carried, current
 from blendkv.serve.backends import Backends
 from blendkv.serve.errors import ApiError, translate
 from blendkv.serve.replies import Shape, Telemetry
@@ -64,7 +65,7 @@ class Service:
 
     async def thread(self, call: Callable[[], Result]) -> Result:
         """Run a blocking call on a thread of the server's."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, carried(call))
 
     def warm_up(self) -> None:
         """Load what is loaded at first use, and measure what a full prefill takes here. Blocks.
@@ -170,7 +171,13 @@ class Service:
     def _answered(self, running: Running, telemetry: Telemetry) -> None:
         answer = running.answer
         assert answer is not None
-        self.metrics.answered(telemetry.reuse(answer), answer.timings, running.queued, answer.completion_tokens)
+        reuse = telemetry.reuse(answer)
+        self.metrics.answered(reuse, answer.timings, running.queued, answer.completion_tokens)
+        current().set(
+            outcome=reuse.name, reason=reuse.reason, collection=telemetry.collection, queued_seconds=running.queued,
+            reused_tokens=reuse.reused, recomputed_tokens=reuse.recomputed, fresh_tokens=reuse.fresh,
+            generated_tokens=answer.completion_tokens,
+        )  # fmt: skip
 
     def _failed(self, error: BaseException) -> None:
         left = isinstance(error, ClientGoneError | asyncio.CancelledError | GeneratorExit)

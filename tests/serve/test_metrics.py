@@ -6,16 +6,21 @@ import asyncio
 from collections import Counter
 
 import pytest
+from daemon_process import DaemonProcess, eventually
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
 from serving import chat
-from tiny_hub import open_pipeline
+from tiny_hub import SYSTEM, BagEmbedder, open_pipeline
 from verdicts import put_verdict
 
+from blendkv.daemon.client import DaemonStore
 from blendkv.observe.metrics import STAGES, Metrics
 from blendkv.observe.reuse import Reasons, Reuse
+from blendkv.pipeline import RagPipeline
+from blendkv.retrieval.collection import Collection
+from blendkv.retrieval.retriever import HybridRetriever
 
 OPENMETRICS = {"Accept": "application/openmetrics-text; version=1.0.0"}
 
@@ -188,3 +193,43 @@ def test_reasons_that_are_known():
         "unsupported_model"
     )
     assert reasons.label("A sentence nobody knows: it goes on, and on, and on.") == "other"
+
+
+@pytest.mark.asyncio
+async def test_a_store_in_a_daemon(connect, store, llama):
+    """What the daemon says, and how the server stands to it; while it is gone, the page stays."""
+    collection, embedder = Collection(store), BagEmbedder()
+    with DaemonProcess(store) as daemon, DaemonStore(store, 20.0) as kept:
+        pipeline = RagPipeline(
+            llama, kept, HybridRetriever(collection, embedder), system=SYSTEM, top_k=3, collection=collection,
+            embedder=embedder,
+        )  # fmt: skip
+        client = await connect({"default": pipeline})
+        assert (await client.post("/v1/chat/completions", json=chat())).status_code == 200
+        found = await figures(client)
+        assert found[("blendkv_daemon_up", "default")] == 1
+        assert found[("blendkv_store_lookups_total", "hit", "default", "disk")] > 0
+        chunks = found[("blendkv_store_chunks", "default", "disk")]
+        assert not [key for key in found if key[0].startswith("blendkv_store_codec")], "the daemon tells of those"
+        daemon.kill()
+        answer = (await client.post("/v1/chat/completions", json=chat())).json()
+        assert answer["blendkv"]["outcome"] in ("blended", "fallback")
+        found = await figures(client)
+        assert found[("blendkv_daemon_up", "default")] == 0
+        missed = found[("blendkv_daemon_missed_calls_total", "default")]
+        assert missed > 0
+        assert found[("blendkv_store_chunks", "default", "disk")] == chunks, "the last that was heard"
+        assert (await figures(client))[("blendkv_daemon_missed_calls_total", "default")] == missed
+        with DaemonProcess(store):
+            eventually(lambda: kept.up)
+            found = await figures(client)
+            assert found[("blendkv_daemon_up", "default")] == found[("blendkv_daemon_reconnects_total", "default")] == 1
+        collection.close()
+
+
+@pytest.mark.asyncio
+async def test_codecs_of_a_store_in_this_process(connect, pipeline):
+    found, stat = await figures(await connect()), pipeline.store.stat()
+    assert found[("blendkv_store_codec_chunks", "raw", "default")] == stat.tiers[1].chunks
+    assert found[("blendkv_store_codec_file_bytes", "raw", "default")] == stat.tiers[1].bytes
+    assert not [key for key in found if key[0].startswith("blendkv_daemon")]
