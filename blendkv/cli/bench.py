@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,6 +13,7 @@ from blendkv.config import format_bytes
 from blendkv.errors import InputError
 
 if TYPE_CHECKING:
+    from blendkv.engines.torch.engine import TorchEngine
     from blendkv.eval.bench.ttft import TtftResult, TtftSettings
 
 app = typer.Typer(help="Measured ratios, in one run, with hardware and versions.")
@@ -105,6 +106,47 @@ def kernels(
         table(f"kernels, {dtype}", columns, [_kernel_cells(r) for r in rows])
         out.print(f"with {threads} threads: {describe_machine()}", soft_wrap=True)
     if any(r["red"] for r in rows):
+        raise typer.Exit(1)
+
+
+@app.command("store")
+def store(
+    parts: Annotated[
+        str | None, typer.Option(help="get, index, read, codecs, ttft, put; comma-separated; all by default.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Model folder, hub id, or demo (ttft and put).")] = "demo",
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes, no model: whether it works.")] = False,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """The store beside what it is made of: copies, the index, the disk, codecs; no figure of what came back wrong."""
+    from blendkv.eval.bench.store import MODEL_PARTS, PARTS, StoreSettings, run_store
+
+    asked = None if parts is None else names(parts)
+    settings = StoreSettings.quick(asked) if quick else StoreSettings(PARTS if asked is None else asked)
+    settings = replace(settings, threads=threads)
+
+    def load() -> TorchEngine:
+        from blendkv.engines.torch.engine import TorchEngine
+
+        return TorchEngine.load(model, dtype=dtype, device=device)
+
+    result = run_store(settings, load, (lambda line: None) if as_json else (lambda line: err.print(line, markup=False)))
+    if as_json:
+        about = {"model": model} if set(settings.parts) & set(MODEL_PARTS) else {}
+        emit(
+            "bench store", result.rows, settings=asdict(settings), problems=result.problems, missed=result.missed,
+            **about,
+        )  # fmt: skip
+    else:
+        shown = [(r["name"], number(r["value"]), r["unit"], r["baseline"], number(r["ratio"])) for r in result.rows]
+        table("store", ("figure", "value", "unit", "baseline", "ratio"), shown)
+        for line in (*(f"refused: {p}" for p in result.problems), *(f"missed: {m}" for m in result.missed)):
+            out.print(line, soft_wrap=True, markup=False)
+        out.print(f"with {threads} threads: {describe_machine()}", soft_wrap=True)
+    if result.problems:
         raise typer.Exit(1)
 
 
