@@ -95,7 +95,7 @@ def test_ingest_and_answers_through_a_daemon(llama, tmp_path, expected):
 
 
 def test_a_daemon_killed_between_requests(llama, filled, expected):
-    """Chunks are computed; the next daemon is found, and has them."""
+    """Chunks are computed, and found while they wait for a daemon; the next daemon has all that was stored."""
     with DaemonProcess(filled) as daemon, over(filled, llama) as pipeline:
         assert answers(pipeline) == expected
         counts = pipeline.library.counts
@@ -104,13 +104,13 @@ def test_a_daemon_killed_between_requests(llama, filled, expected):
         daemon.kill()
         eventually(lambda: not pipeline.store.up)
         assert answers(pipeline) == expected
-        assert (counts.hits, counts.computed > 0) == (hits, True)
+        assert counts.computed > 0
         assert pipeline.store.missed > 0
-        computed = counts.computed
+        computed, before = counts.computed, counts.hits
         with DaemonProcess(filled):
             eventually(lambda: pipeline.store.up)
             assert answers(pipeline) == expected
-            assert (counts.hits, counts.computed) == (2 * hits, computed)
+            assert (counts.hits, counts.computed) == (before + hits, computed)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
