@@ -217,7 +217,7 @@ def test_every_float8_number_is_decoded():
 def test_a_slot_beyond_the_output_is_not_written(rng):
     case = scatter_case(rng, 20, device=DEVICE)
     slots = torch.full((20,), case.k_out.shape[0], device=DEVICE)
-    scatter.run(case.k, case.v, case.table, case.k_out, case.v_out, slots, None, None)
+    scatter.run([Move(case.k, case.v, case.table, slots, None, None)], case.k_out, case.v_out)
     assert case.k_out.isnan().all()
 
 
