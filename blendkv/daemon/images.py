@@ -9,9 +9,9 @@ from typing import Protocol
 from blendkv.daemon.arena import Slab
 from blendkv.daemon.shm import Parcel
 from blendkv.errors import DamagedChunkError, InputError
-from blendkv.store.chunkfile import Header, copy_bytes, header_bytes
+from blendkv.store.chunkfile import Filed, Header, copy_bytes, header_bytes
 from blendkv.store.filechunk import FileChunk
-from blendkv.types import Recipe, TokenIds
+from blendkv.types import TokenIds
 
 Listener = Callable[["Image"], None]
 
@@ -31,7 +31,7 @@ class LayerSource(Protocol):
         """No more is wanted."""
 
 
-class Image:
+class Image(Filed):
     """The chunk file under ``key``: in a slab of the arena, or still in the parcel in which it came.
 
     ``ready`` layers of it are there, counted from the first.
@@ -46,26 +46,6 @@ class Image:
         self.failure: str | None = None
         self._listeners: list[Listener] = []
         self._lock = threading.Lock()
-
-    @property
-    def fingerprint(self) -> str:
-        """Fingerprint of the model that computed it."""
-        return self.header.fingerprint
-
-    @property
-    def recipe(self) -> Recipe:
-        """How the chunk KV was computed."""
-        return self.header.recipe
-
-    @property
-    def layers(self) -> int:
-        """Number of layers."""
-        return self.header.layers
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all K and V, decoded."""
-        return self.header.nbytes
 
     @property
     def whole(self) -> bool:

@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 from blendkv.daemon.loans import Loan
 from blendkv.store.base import Layer
-from blendkv.store.chunkfile import Header
+from blendkv.store.chunkfile import Filed, Header
 from blendkv.store.codecs import CODECS
-from blendkv.types import Recipe, TokenIds
+from blendkv.types import TokenIds
 
 if TYPE_CHECKING:
     import torch
 
 
-class LentReader:
+class LentReader(Filed):
     """A `ChunkReader` over the file of a chunk in shared memory, ``file``."""
 
     def __init__(self, key: str, header: Header, token_ids: TokenIds, file: memoryview, loan: Loan) -> None:
@@ -25,26 +25,6 @@ class LentReader:
         self._loan = loan
         self._cuts: list[dict[str, torch.Tensor]] | None = None
         self._looked = False
-
-    @property
-    def recipe(self) -> Recipe:
-        """How the chunk KV was computed."""
-        return self.header.recipe
-
-    @property
-    def fingerprint(self) -> str:
-        """Fingerprint of the model that computed it."""
-        return self.header.fingerprint
-
-    @property
-    def layers(self) -> int:
-        """Number of layers."""
-        return self.header.layers
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all K and V."""
-        return self.header.nbytes
 
     def layer(self, index: int) -> Layer:
         """K and V of layer ``index``, each ``[tokens, kv_heads, head_dim]``; waits for it where it is being loaded.

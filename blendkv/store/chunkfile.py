@@ -31,7 +31,7 @@ import xxhash
 
 from blendkv.errors import DamagedChunkError, InputError, StoreMismatchError
 from blendkv.store.codecs import CODECS
-from blendkv.types import Recipe, TokenIds, as_token_ids
+from blendkv.types import Recipe, TokenIds, as_token_ids, chunk_key
 
 FORMAT = 1
 HEADER_LIMIT = 64 << 20
@@ -151,6 +151,45 @@ def ids_of(header: Header, file: memoryview) -> TokenIds:
     """The token ids in a chunk file, of which at least the head is in ``file``."""
     span = header.tensors["token_ids"]
     return as_token_ids(np.frombuffer(file[span.start : span.start + span.size], dtype="<i4"))
+
+
+def check_key(key: str, header: Header, token_ids: TokenIds) -> None:
+    """Verify that a file's header and token ids are those of the chunk ``key``.
+
+    Raises
+    ------
+    DamagedChunkError
+        If they are another chunk's.
+    """
+    same_ids = token_ids_digest(token_ids) == header.token_ids_digest
+    if not same_ids or chunk_key(header.fingerprint, header.recipe, token_ids) != key:
+        raise DamagedChunkError(key, "mismatch: the key does not belong to this content")
+
+
+class Filed:
+    """What is known of a chunk by the header of its file: the part of `blendkv.store.base.Chunk` that all share."""
+
+    header: Header
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the chunk KV was computed."""
+        return self.header.recipe
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the model that computed it."""
+        return self.header.fingerprint
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return self.header.layers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all K and V, decoded."""
+        return self.header.nbytes
 
 
 def write_file(

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from blendkv.errors import DamagedChunkError
-from blendkv.store.chunkfile import Header, check_span, ids_of, parse_header, token_ids_digest
-from blendkv.types import Recipe, TokenIds, chunk_key
+from blendkv.store.chunkfile import Filed, Header, check_key, check_span, ids_of, parse_header
+from blendkv.types import TokenIds
 
 
 @dataclass(frozen=True)
-class FileChunk:
+class FileChunk(Filed):
     """A whole, verified chunk file in memory; a `Chunk`."""
 
     key: str
-    fingerprint: str
-    recipe: Recipe
     token_ids: TokenIds
-    layers: int
-    nbytes: int
     header: Header
     data: memoryview
 
@@ -37,7 +32,5 @@ class FileChunk:
         for span in header.tensors.values():
             check_span(key, span, data[span.start : span.start + span.size])
         ids = ids_of(header, data)
-        same_ids = token_ids_digest(ids) == header.token_ids_digest
-        if not same_ids or chunk_key(header.fingerprint, header.recipe, ids) != key:
-            raise DamagedChunkError(key, "mismatch: the key does not belong to this content")
-        return cls(key, header.fingerprint, header.recipe, ids, header.layers, header.nbytes, header, data)
+        check_key(key, header, ids)
+        return cls(key, ids, header, data)

@@ -9,10 +9,10 @@ import numpy as np
 
 from blendkv.errors import DamagedChunkError, TierUnavailableError, UnavailableChunkError
 from blendkv.store.base import Layer
-from blendkv.store.chunkfile import check_span, ids_of, parse_header, token_ids_digest
+from blendkv.store.chunkfile import Filed, check_key, check_span, ids_of, parse_header
 from blendkv.store.guard import GuardedTier
 from blendkv.store.remote import Head
-from blendkv.types import Recipe, TokenIds, chunk_key
+from blendkv.types import TokenIds
 
 MOST_AT_ONCE = 8
 """Layers read in one round trip at most: one at first, so that the first is soon there, then more and more."""
@@ -20,7 +20,7 @@ MOST_AT_ONCE = 8
 Finder = Callable[[GuardedTier], tuple[GuardedTier, Head] | None]
 
 
-class RemoteReader:
+class RemoteReader(Filed):
     """A `LoadingReader` over the chunk ``key`` in ``tier``; every tensor is verified as it is read.
 
     Where the tier fails or has lost a layer, ``another`` names the next one that has the chunk, and reading goes on
@@ -39,35 +39,13 @@ class RemoteReader:
             raise DamagedChunkError(key, "header: its layers do not lie in order")
         self.token_ids: TokenIds = ids_of(self.header, head.data)
         """Token ids, int32 ``[tokens]``."""
-        same_ids = token_ids_digest(self.token_ids) == self.header.token_ids_digest
-        if not same_ids or chunk_key(self.fingerprint, self.recipe, self.token_ids) != key:
-            raise DamagedChunkError(key, "mismatch: the key does not belong to this content")
+        check_key(key, self.header, self.token_ids)
         self.bytes_read = 0
         self._tier = tier
         self._head = head
         self._another = another
         self._ahead: dict[int, memoryview] = {}
         self._lock = threading.Lock()
-
-    @property
-    def recipe(self) -> Recipe:
-        """How the chunk KV was computed."""
-        return self.header.recipe
-
-    @property
-    def fingerprint(self) -> str:
-        """Fingerprint of the model that computed it."""
-        return self.header.fingerprint
-
-    @property
-    def layers(self) -> int:
-        """Number of layers."""
-        return self.header.layers
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all K and V."""
-        return self.header.nbytes
 
     @property
     def tier(self) -> str:
