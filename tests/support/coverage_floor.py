@@ -15,6 +15,7 @@ FLOORS = {
     "cli": 90.0,
     "eval": 90.0,
     "daemon": 92.0,
+    "market": 92.0,
     "observe": 90.0,
 }
 
