@@ -8,9 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from blendkv.cli.common import Device, Disk, Dtype, Json, Memory, RequireGate, Threads, emit, err, set_threads
+from blendkv.cli.common import (
+    Device,
+    Disk,
+    Dtype,
+    Json,
+    Memory,
+    RequireGate,
+    Tenant,
+    Threads,
+    emit,
+    err,
+    set_threads,
+)
 from blendkv.config import parse_bytes
-from blendkv.errors import MissingDependencyError
+from blendkv.errors import InputError, MissingDependencyError
 
 if TYPE_CHECKING:
     from blendkv.serve.backends import Backends
@@ -30,6 +42,12 @@ def serve(
     max_tokens: Annotated[int, typer.Option(help="Length of an answer when a request names none.")] = 256,
     max_requests: Annotated[int, typer.Option(help="Requests at once; more get 429.")] = 64,
     max_body: Annotated[str, typer.Option(help="Larger bodies get 413.")] = "32MiB",
+    admission: Annotated[
+        Literal["market", "fifo"], typer.Option(help="Who waits: by class, or first come, first served.")
+    ] = "market",
+    target: Annotated[list[str] | None, typer.Option(help="CLASS=SECONDS that a request may wait.")] = None,
+    patience: Annotated[float, typer.Option(help="Longer expected waits get 429; 0: none.")] = 0.0,
+    slots: Annotated[int, typer.Option(help="Requests in the engine at once; 0: as it can.", min=0)] = 0,
     request_timeout: Annotated[float, typer.Option(help="Seconds until a request gets 504; 0: never.")] = 300.0,
     grace: Annotated[float, typer.Option(help="Seconds that running requests have after SIGTERM.")] = 30.0,
     embedder: Annotated[str | None, typer.Option(help="The one used at ingest; minilm by default.")] = None,
@@ -40,14 +58,20 @@ def serve(
     engine_arg: Annotated[
         list[str] | None, typer.Option(help="KEY=VALUE for vLLM's engine, such as max_model_len=8192.")
     ] = None,
+    tenant: Tenant = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
     """Serve an OpenAI-compatible API with retrieval until SIGTERM; see docs/serve.md."""
-    from blendkv.serve.settings import ServeSettings, key_from, parse_arguments, parse_stores
+    from blendkv.serve.settings import ServeSettings, key_from, parse_arguments, parse_stores, parse_targets
     from blendkv.serve.sockets import bind
 
-    settings = ServeSettings(key_from(api_key), parse_bytes(max_body), max_requests, request_timeout, grace, max_tokens)
+    if target and admission == "fifo":
+        raise InputError("--target is for --admission market; drop it")
+    settings = ServeSettings(
+        key_from(api_key), parse_bytes(max_body), max_requests, request_timeout, grace, max_tokens, slots,
+        parse_targets(target or ()) if admission == "market" else None, patience,
+    )  # fmt: skip
     stores = parse_stores(store)
     more = parse_arguments(engine_arg or ())
     try:
@@ -57,8 +81,9 @@ def serve(
         raise MissingDependencyError(f"the server needs {error.name!r}; run: pip install 'blendkv[serve]'") from error
 
     opening = Opening(
-        stores, model, served_model_name, engine, mode, top_k, embedder, memory, disk, dtype, device, require_gate, more
-    )
+        stores, model, served_model_name, engine, mode, top_k, embedder, memory, disk, dtype, device, require_gate,
+        more, tenant,
+    )  # fmt: skip
     set_threads(threads)
     with bind(host, port) as listening:
         url = f"http://{host}:{listening.getsockname()[1]}"

@@ -50,6 +50,13 @@ class Metrics:
             "requests", "Requests that an engine answered or refused, by outcome; fallbacks by reason.",
             "outcome", "reason",
         )  # fmt: skip
+        self.refused = self._counter(
+            "refused_requests", "Requests that would have waited too long.", "workload", "reason"
+        )
+        self.waited = Histogram(
+            "blendkv_queue_seconds", "Seconds that requests waited at the door, and what for.", ("workload", "reason"),
+            unit="seconds", buckets=TTFT_BUCKETS, registry=self.registry,
+        )  # fmt: skip
         self.http = self._counter("http_requests", "HTTP requests by route and status.", "route", "status")
         self.running = Gauge("blendkv_requests_running", "Requests that are being served.", registry=self.registry)
         self.tokens = self._counter(
@@ -85,6 +92,7 @@ class Metrics:
         for name in OUTCOMES:
             if name != "fallback":
                 self.requests.labels(name, "")
+        self.refused.labels("unknown", "overloaded")
         for kind in KINDS:
             self.tokens.labels(kind)
         for stage in STAGES:

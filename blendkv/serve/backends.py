@@ -16,6 +16,7 @@ from blendkv.observe.collectors import ClientFacts, StoreFacts
 from blendkv.pipeline import RagPipeline
 from blendkv.serve.errors import ApiError
 from blendkv.serve.settings import DEFAULT_STORE
+from blendkv.store.door import Store
 from blendkv.store.index import Index
 
 RAG = "rag"
@@ -130,10 +131,17 @@ def _facts(pipeline: RagPipeline) -> StoreFacts:
     counts: dict[str, Any] = asdict(pipeline.library.counts)
     index = store.index
     codecs = index.usage.read() if isinstance(index, Index) else {}
-    daemon = ClientFacts(store.up, store.reconnects, store.missed) if isinstance(store, DaemonStore) else None
+    daemon = _client(store)
     return StoreFacts(
         store.stat(), counts, pipeline.documents, dict(pipeline.fallbacks), pipeline.gate.state, codecs, daemon
     )
+
+
+def _client(store: Store) -> ClientFacts | None:
+    """A daemon as this process sees it; None for a store in this process."""
+    if not isinstance(store, DaemonStore):
+        return None
+    return ClientFacts(store.up, store.reconnects, store.missed, store.pin_failures)
 
 
 def served_name(model: str, given: str | None) -> str:

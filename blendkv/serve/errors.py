@@ -24,10 +24,12 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         suggestion: dict[str, Any] | None = None,
+        retry_after: int = RETRY_AFTER_S,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.kind = status, message, kind
         self.param, self.code, self.suggestion = param, code, suggestion
+        self.retry_after = retry_after
 
     @property
     def body(self) -> dict[str, Any]:
@@ -39,7 +41,7 @@ class ApiError(Exception):
 
     def response(self) -> JSONResponse:
         """The response; 429 and 503 say when to come again."""
-        headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
+        headers = {"Retry-After": str(self.retry_after)} if self.status in (429, 503) else {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return JSONResponse(self.body, self.status, headers)

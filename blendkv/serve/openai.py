@@ -31,7 +31,7 @@ _UNION_TAGS = ("str", "bool", "int")
 
 
 class Retrieval(BaseModel):
-    """The field ``blendkv``: which collection to search, and how."""
+    """The field ``blendkv``: which collection to search, how, and whose work it is (see `blendkv.serve.tags`)."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -39,6 +39,8 @@ class Retrieval(BaseModel):
     mode: str | None = None
     k: int | None = Field(None, ge=1)
     where: dict[str, Any] | None = None
+    workload: str | None = None
+    session: str | None = None
 
 
 class StreamOptions(BaseModel):

@@ -40,6 +40,7 @@ class Opening:
     device: str = "auto"
     require_gate: bool = False
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
+    tenant: str | None = None
 
 
 def model_of(opening: Opening) -> str:
@@ -101,7 +102,7 @@ def open_pipelines(opening: Opening, engine: Any, memory: str) -> dict[str, RagP
             name: opened.enter_context(
                 RagPipeline.from_store(
                     folder, mode=opening.mode, top_k=opening.top_k, embedder=opening.embedder, memory=memory,
-                    disk=opening.disk, engine=engine, require_gate=opening.require_gate,
+                    disk=opening.disk, engine=engine, require_gate=opening.require_gate, tenant=opening.tenant,
                 )
             )
             for name, folder in opening.stores.items()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from blendkv.observe.metrics import Metrics
+from blendkv.serve.door import Turn
+from blendkv.serve.errors import ApiError
 
 
 def forwarded(body: bytes, parsed: dict[str, Any], model: str) -> bytes:
@@ -29,10 +32,17 @@ class Passed(Response):
         Of the request, which has been read already.
     metrics
         Counts the request as ``plain``, ``error`` or ``cancelled``.
+    turn
+        Its place at the door before the engine.
+    more_headers
+        What is added to the app's own.
     """
 
-    def __init__(self, app: ASGIApp, body: bytes, metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, body: bytes, metrics: Metrics, turn: Turn, more_headers: Mapping[str, str]
+    ) -> None:
         super().__init__()
+        self._turn, self._more = turn, [(k.encode(), v.encode()) for k, v in more_headers.items()]
         self._app, self._request_body, self._metrics = app, body, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,10 +66,16 @@ class Passed(Response):
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), *self._more]}
             await send(message)
 
         try:
-            await self._app({**inner, "headers": headers}, replay, watch)
+            async with self._turn:
+                await self._app({**inner, "headers": headers}, replay, watch)
+        except ApiError as error:
+            self._metrics.failed("error")
+            await error.response()(scope, receive, send)
+            return
         except BaseException:
             self._metrics.failed("cancelled")
             raise

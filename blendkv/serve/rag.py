@@ -23,6 +23,7 @@ from blendkv.serve.openai import IngestRequest, PostedDocument, QueryRequest, Re
 from blendkv.serve.prompting import Question, ask, mode_of
 from blendkv.serve.replies import Telemetry, finish_reason, usage
 from blendkv.serve.service import Service, json_body
+from blendkv.serve.tags import tag_of
 
 POSTED = "posted.jsonl"
 """Documents sent over HTTP are rows of this source: their ids are ``posted.jsonl:ID``."""
@@ -48,7 +49,8 @@ def rag_routes(service: Service) -> APIRouter:
 
     @router.post("/query")
     async def query(request: Request) -> JSONResponse:
-        asked = read(QueryRequest, await json_body(request))
+        body = await json_body(request)
+        asked = read(QueryRequest, body)
         if asked.stream:
             raise ApiError(400, "a query is not streamed; use /v1/chat/completions with stream", param="stream")
         name = backends.store(asked.collection)
@@ -56,7 +58,7 @@ def rag_routes(service: Service) -> APIRouter:
         mode = mode_of(pipeline, asked.mode, "mode")
         retrieval = Retrieval(k=asked.k, where=asked.where)
         options = asked.options(service.settings.max_tokens)
-        telemetry = Telemetry(name, str(mode))
+        telemetry = Telemetry(name, str(mode), tag_of(request.headers, body, True))
         start = partial(ask, pipeline, Question(asked.question), mode, retrieval, options)
         running = await service.answer(request, start, telemetry)
         answer = running.answer
@@ -64,7 +66,7 @@ def rag_routes(service: Service) -> APIRouter:
         found = {"answer": answer.text, "finish_reason": finish_reason(answer)}
         counted = {"usage": usage(answer, telemetry.reuse(answer))}
         return JSONResponse(
-            {**found, **counted, **telemetry.body(running, texts=True)}, headers=telemetry.headers(answer)
+            {**found, **counted, **telemetry.body(running, texts=True)}, headers=telemetry.headers(running)
         )
 
     @router.get("/documents")

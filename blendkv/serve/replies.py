@@ -11,6 +11,7 @@ from blendkv.answer import Answer
 from blendkv.observe.reuse import Reuse
 from blendkv.serve.prompting import passage
 from blendkv.serve.running import Running
+from blendkv.serve.tags import Tag
 
 
 def finish_reason(answer: Answer) -> str:
@@ -30,29 +31,35 @@ def usage(answer: Answer, reuse: Reuse) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Telemetry:
-    """What a response tells about reuse; ``collection`` is None for a plain request, which tells nothing."""
+    """What a response tells: whose work it was and how long it waited; of reuse, where a collection was searched."""
 
     collection: str | None
     mode: str
+    tag: Tag
 
     def reuse(self, answer: Answer) -> Reuse:
         """How the prompt was computed."""
         return Reuse.of(answer, plain=self.collection is None)
 
-    def early_headers(self) -> dict[str, str]:
+    def early_headers(self, running: Running) -> dict[str, str]:
         """Headers that are known before the answer."""
-        if self.collection is None:
-            return {}
-        return {"X-BlendKV-Collection": self.collection, "X-BlendKV-Mode": self.mode}
+        waited = {"X-BlendKV-Queued-Seconds": f"{running.queued:.3f}"}
+        if running.queued_for:
+            waited["X-BlendKV-Queued-For"] = running.queued_for
+        searched = {}
+        if self.collection is not None:
+            searched = {"X-BlendKV-Collection": self.collection, "X-BlendKV-Mode": self.mode}
+        return {**self.tag.headers(), **waited, **searched}
 
-    def headers(self, answer: Answer) -> dict[str, str]:
+    def headers(self, running: Running) -> dict[str, str]:
         """All headers."""
-        if self.collection is None:
-            return {}
+        answer = running.answer
+        if self.collection is None or answer is None:
+            return self.early_headers(running)
         reuse = self.reuse(answer)
         spent = {} if reuse.budget_spent is None else {"X-BlendKV-Budget-Spent": f"{reuse.budget_spent:.6f}"}
         return {
-            **self.early_headers(),
+            **self.early_headers(running),
             "X-BlendKV-Mode": reuse.mode,
             "X-BlendKV-Outcome": reuse.name,
             "X-BlendKV-Tokens-Reused": str(reuse.reused),
@@ -78,6 +85,8 @@ class Telemetry:
                 "budget_asked": reuse.budget_asked,
                 "budget_spent": reuse.budget_spent,
                 "sources": [passage(source, texts) for source in answer.sources],
+                "workload": self.tag.workload,
+                "queued_for": running.queued_for or None,
                 "seconds": {"queue": running.queued, **answer.timings},
             }
         }

@@ -17,6 +17,7 @@ from blendkv.serve.passing import Passed, forwarded
 from blendkv.serve.prompting import Question, ask, chat_plain, complete_plain, mode_of
 from blendkv.serve.replies import Shape, Telemetry
 from blendkv.serve.service import Service, json_body
+from blendkv.serve.tags import tag_of
 
 
 def openai_routes(service: Service) -> APIRouter:
@@ -37,38 +38,44 @@ def openai_routes(service: Service) -> APIRouter:
     async def chat(request: Request) -> Response:
         body = await json_body(request)
         target, retrieval = _aim(service, body)
+        tag = tag_of(request.headers, body, target is not None)
         if target is None and backends.plain is not None:
-            return Passed(backends.plain, forwarded(await request.body(), body, backends.model), service.metrics)
+            handed_on = forwarded(await request.body(), body, backends.model)
+            turn = service.door.turn(tag.use)
+            return Passed(backends.plain, handed_on, service.metrics, turn, tag.headers())
         asked = read(ChatRequest, body)
         options = asked.options(service.settings.max_tokens)
         if target is None:
             pipeline = next(iter(backends.stores.values()))
             start: Callable[[], AnswerStream] = partial(chat_plain, pipeline, asked.messages, options)
-            return await _respond(service, request, asked, start, None)
+            return await _respond(service, request, asked, start, Telemetry(None, "full", tag))
         pipeline = backends.stores[target]
         mode = mode_of(pipeline, retrieval.mode)
         start = partial(ask, pipeline, Question.of(asked.messages), mode, retrieval, options)
-        return await _respond(service, request, asked, start, Telemetry(target, str(mode)))
+        return await _respond(service, request, asked, start, Telemetry(target, str(mode), tag))
 
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await json_body(request)
         target, retrieval = _aim(service, body)
+        tag = tag_of(request.headers, body, target is not None)
         if target is None and backends.plain is not None:
-            return Passed(backends.plain, forwarded(await request.body(), body, backends.model), service.metrics)
+            handed_on = forwarded(await request.body(), body, backends.model)
+            turn = service.door.turn(tag.use)
+            return Passed(backends.plain, handed_on, service.metrics, turn, tag.headers())
         asked = read(CompletionRequest, body)
         options = asked.options(service.settings.max_tokens)
         if target is None:
             pipeline = next(iter(backends.stores.values()))
             start: Callable[[], AnswerStream] = partial(complete_plain, pipeline, asked.one, options)
-            return await _respond(service, request, asked, start, None)
+            return await _respond(service, request, asked, start, Telemetry(None, "full", tag))
         pipeline, question = backends.stores[target], asked.one
         if not isinstance(question, str):
             raise ApiError(400, "a prompt of token ids cannot be searched for; give text, or no collection",
                            param="prompt")  # fmt: skip
         mode = mode_of(pipeline, retrieval.mode)
         start = partial(ask, pipeline, Question(question), mode, retrieval, options)
-        return await _respond(service, request, asked, start, Telemetry(target, str(mode)))
+        return await _respond(service, request, asked, start, Telemetry(target, str(mode), tag))
 
     return router
 
@@ -90,14 +97,13 @@ def _aim(service: Service, body: dict[str, Any]) -> tuple[str | None, Retrieval]
 
 
 async def _respond(
-    service: Service, request: Request, asked: Sampling, start: Callable[[], AnswerStream], telemetry: Telemetry | None
+    service: Service, request: Request, asked: Sampling, start: Callable[[], AnswerStream], telemetry: Telemetry
 ) -> Response:
     chat = isinstance(asked, ChatRequest)
     shape = Shape.make(chat, request.state.request_id, asked.model or service.backends.model)
-    told = telemetry or Telemetry(None, "full")
     if asked.stream:
-        return await service.stream(request, start, shape, told, asked.include_usage)
-    return await service.whole(request, start, shape, told)
+        return await service.stream(request, start, shape, telemetry, asked.include_usage)
+    return await service.whole(request, start, shape, telemetry)
 
 
 def _card(name: str) -> dict[str, Any]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor
-from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from contextlib import aclosing
 from typing import Any
 
 from blendkv.answer import Answer, AnswerStream
+from blendkv.market.base import Use
+from blendkv.market.context import using
 from blendkv.observe.tracing import carried
+from blendkv.serve.door import Turn
 
 
 class Running:
@@ -25,32 +28,36 @@ class Running:
     executor
         Runs ``start``.
     turn
-        The queue of an engine that runs one request at a time, first come, first served; None for an engine that
-        queues by itself.
+        Its place at the door before the engine.
+    use
+        Whose work it is, for the store's tiers.
 
     Attributes
     ----------
-    queued
-        Seconds spent waiting for the turn.
     answer
         The whole answer, at the end.
     """
 
-    def __init__(
-        self, start: Callable[[], AnswerStream], executor: Executor, turn: asyncio.Semaphore | None = None
-    ) -> None:
-        self.queued = 0.0
+    def __init__(self, start: Callable[[], AnswerStream], executor: Executor, turn: Turn, use: Use) -> None:
         self.answer: Answer | None = None
         self._start, self._executor = start, executor
-        self._turn: AbstractAsyncContextManager[Any] = nullcontext() if turn is None else turn
+        self._turn, self._use = turn, use
+
+    @property
+    def queued(self) -> float:
+        """Seconds spent waiting for the turn."""
+        return self._turn.waited
+
+    @property
+    def queued_for(self) -> str:
+        """What made it wait; empty if nothing did."""
+        return self._turn.reason
 
     async def pieces(self) -> AsyncGenerator[str, None]:
         """Wait for the turn, then yield the text as it comes."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
         async with self._turn:
-            self.queued = loop.time() - began
-            starting = self._executor.submit(carried(self._start))
+            with using(self._use):
+                starting = self._executor.submit(carried(self._start))
             try:
                 stream = await asyncio.wrap_future(starting)
             except asyncio.CancelledError:

@@ -18,14 +18,18 @@ from blendkv.answer import AnswerStream
 from blendkv.blend import parse_mode
 from blendkv.engines.base import GenerationOptions
 from blendkv.errors import BlendKVError
+from blendkv.observe.collectors import CodecCollector
 from blendkv.observe.metrics import Metrics
 from blendkv.observe.tracing import carried, current
 from blendkv.serve.backends import Backends
+from blendkv.serve.door import Door
 from blendkv.serve.errors import ApiError, translate
 from blendkv.serve.replies import Shape, Telemetry
 from blendkv.serve.running import Running
 from blendkv.serve.settings import ServeSettings
 from blendkv.serve.stream import EventStream, error_event
+from blendkv.serve.tags import Tag
+from blendkv.store.timing import CODEC_TIMINGS
 from blendkv.types import Prompt, Segment, as_token_ids
 
 Result = TypeVar("Result")
@@ -57,10 +61,12 @@ class Service:
     def __init__(self, backends: Backends, settings: ServeSettings) -> None:
         self.backends, self.settings = backends, settings
         self.metrics = Metrics(backends.facts)
+        self.metrics.include(CodecCollector(CODEC_TIMINGS.read))
         if backends.registry is not None:
             self.metrics.include(backends.registry)
         self._executor = ThreadPoolExecutor(settings.max_requests + _SPARE_THREADS, thread_name_prefix="blendkv-serve")
-        self._turn = asyncio.Semaphore(1) if backends.serial else None
+        slots = settings.slots or (1 if backends.serial else settings.max_requests)
+        self.door = Door(settings.admission(slots), self.metrics)
         self.stopping = threading.Event()
 
     async def thread(self, call: Callable[[], Result]) -> Result:
@@ -85,9 +91,9 @@ class Service:
             answer = pipeline.answer(prompt, parse_mode("full"), (), GenerationOptions(max_new_tokens=1)).answer
         self.metrics.prefilled(tokens, answer.timings["ttft"])
 
-    def running(self, start: Callable[[], AnswerStream]) -> Running:
+    def running(self, start: Callable[[], AnswerStream], tag: Tag) -> Running:
         """An answer in the making; see `Running`."""
-        return Running(start, self._executor, self._turn)
+        return Running(start, self._executor, self.door.turn(tag.use), tag.use)
 
     async def answer(self, request: Request, start: Callable[[], AnswerStream], telemetry: Telemetry) -> Running:
         """Run a request to its end and count it.
@@ -99,7 +105,7 @@ class Service:
         BlendKVError, ApiError
             From ``start``.
         """
-        running = self.running(start)
+        running = self.running(start, telemetry.tag)
 
         async def read() -> None:
             async with aclosing(running.pieces()) as pieces:
@@ -120,16 +126,17 @@ class Service:
         """Answer a chat or a completion in one piece."""
         running = await self.answer(request, start, telemetry)
         assert running.answer is not None
-        return JSONResponse(shape.whole(running, telemetry), headers=telemetry.headers(running.answer))
+        return JSONResponse(shape.whole(running, telemetry), headers=telemetry.headers(running))
 
     async def stream(
         self, request: Request, start: Callable[[], AnswerStream], shape: Shape, telemetry: Telemetry, counted: bool
     ) -> Response:
         """Answer a chat or a completion as a stream, with its usage if ``counted``."""
-        events = self._events(self.running(start), shape, telemetry, counted)
+        running = self.running(start, telemetry.tag)
+        events = self._events(running, shape, telemetry, counted)
         # Until the first piece is there, what goes wrong still has a status of its own.
         first = await self._unless_gone(request, anext(events))
-        return EventStream(first, events, telemetry.early_headers())
+        return EventStream(first, events, telemetry.early_headers(running))
 
     async def _events(
         self, running: Running, shape: Shape, telemetry: Telemetry, counted: bool
@@ -174,7 +181,8 @@ class Service:
         reuse = telemetry.reuse(answer)
         self.metrics.answered(reuse, answer.timings, running.queued, answer.completion_tokens)
         current().set(
-            outcome=reuse.name, reason=reuse.reason, collection=telemetry.collection, queued_seconds=running.queued,
+            outcome=reuse.name, reason=reuse.reason, collection=telemetry.collection, workload=telemetry.tag.workload,
+            queued_seconds=running.queued, queued_for=running.queued_for,
             reused_tokens=reuse.reused, recomputed_tokens=reuse.recomputed, fresh_tokens=reuse.fresh,
             generated_tokens=answer.completion_tokens,
         )  # fmt: skip

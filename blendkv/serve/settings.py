@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from blendkv.errors import InputError
+from blendkv.market.admission import TARGETS, AdmissionSettings
+from blendkv.market.base import UNKNOWN
 
 KEY_VARIABLE = "BLENDKV_API_KEY"
 DEFAULT_STORE = "default"
@@ -34,6 +36,13 @@ class ServeSettings:
         Seconds that running requests have to end after SIGTERM.
     max_tokens
         Length of an answer when a request names none.
+    slots
+        Requests that the engine works on at once; 0: one for an engine that runs one at a time, else ``max_requests``.
+    targets
+        Seconds by workload class in whose proportion requests wait (`blendkv.market.admission`); None: first come,
+        first served.
+    patience
+        A request that is expected to wait longer than so many seconds is refused (429); 0: none is.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -42,6 +51,9 @@ class ServeSettings:
     request_timeout: float = 300.0
     grace: float = 30.0
     max_tokens: int = 256
+    slots: int = 0
+    targets: Mapping[str, float] | None = field(default_factory=lambda: dict(TARGETS))
+    patience: float = 0.0
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip() == self.api_key != ""):
@@ -49,9 +61,17 @@ class ServeSettings:
         for name in ("max_body_bytes", "max_requests", "max_tokens"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; at least 1 is allowed")
+        if self.slots < 0:
+            raise InputError(f"slots is {self.slots}; 0 or more is allowed")
+        self.admission(1)  # refuses what makes no sense
         for name in ("request_timeout", "grace"):
             if not getattr(self, name) >= 0.0:
                 raise InputError(f"{name} is {getattr(self, name)} seconds; 0 or more is allowed")
+
+    def admission(self, slots: int) -> AdmissionSettings:
+        """The knobs of the door."""
+        targets = {UNKNOWN: 1.0} if self.targets is None else self.targets
+        return AdmissionSettings(targets, slots, self.patience)
 
 
 def key_from(option: str | None) -> str | None:
@@ -77,6 +97,26 @@ def parse_arguments(values: Sequence[str]) -> dict[str, Any]:
         except ValueError:
             found[name] = value
     return found
+
+
+def parse_targets(values: Sequence[str]) -> dict[str, float]:
+    """Read ``CLASS=SECONDS``, several times, over the built-in targets.
+
+    Raises
+    ------
+    InputError
+        If one has another form.
+    """
+    targets = dict(TARGETS)
+    for text in values:
+        name, sign, value = text.partition("=")
+        try:
+            targets[name] = float(value)
+        except ValueError:
+            sign = ""
+        if not (sign and name):
+            raise InputError(f"--target {text!r} is not CLASS=SECONDS; give for instance agent=1")
+    return targets
 
 
 def parse_stores(values: Sequence[str]) -> dict[str, Path]:
