@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from homes import own_home
 from verdicts import put_verdict
 
 from blendkv.blend.gate import read_verdict, verdict_path
@@ -14,7 +15,7 @@ WIDE = ("--kl", 1000, "--f1", 1)
 
 @pytest.fixture(autouse=True)
 def user_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("BLENDKV_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("BLENDKV_HOME", str(own_home(tmp_path / "home")))
     return tmp_path / "home"
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import nbformat
 import numpy as np
 import pytest
+from homes import own_home
 from ipykernel.kernelspec import write_kernel_spec
 from jupyter_client.kernelspec import KernelSpecManager
 from nbclient import NotebookClient
@@ -104,10 +105,11 @@ def clean(tmp_path, monkeypatch):
     write_kernel_spec(tmp_path / "share" / "kernels" / "python3")
     folders = {
         "JUPYTER_PATH": "share", "JUPYTER_CONFIG_DIR": "config", "JUPYTER_RUNTIME_DIR": "runtime",
-        "JUPYTER_DATA_DIR": "data", "IPYTHONDIR": "ipython", "BLENDKV_HOME": "blendkv",
+        "JUPYTER_DATA_DIR": "data", "IPYTHONDIR": "ipython",
     }  # fmt: skip
     for variable, name in folders.items():
         monkeypatch.setenv(variable, str(tmp_path / name))
+    monkeypatch.setenv("BLENDKV_HOME", str(own_home(tmp_path / "blendkv")))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PYTHONWARNINGS", "ignore:IProgress not found")  # tqdm's wish for ipywidgets

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+from homes import own_home
 from tiny_hub import BagEmbedder, open_pipeline, write_corpus
 from verdicts import put_verdict
 
@@ -17,7 +18,7 @@ SHORT = GenerationOptions(max_new_tokens=4)
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch, tmp_path):
-    monkeypatch.setenv("BLENDKV_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("BLENDKV_HOME", str(own_home(tmp_path / "home")))
     monkeypatch.setattr("blendkv.pipeline.SentenceEmbedder", lambda name: BagEmbedder())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from homes import own_home
 from tiny_hub import TOPICS, open_pipeline, write_corpus
 
 from blendkv.blend.gate import Target, write_verdict
@@ -28,7 +29,7 @@ def not_at_all(runner, positions):
 
 @pytest.mark.parametrize("rotation", [RopeTables, one_too_far, not_at_all], ids=["right", "one_too_far", "not_at_all"])
 def test_a_broken_rotation_is_refused(engine32, tmp_path, monkeypatch, rotation):
-    monkeypatch.setenv("BLENDKV_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("BLENDKV_HOME", str(own_home(tmp_path / "home")))
     monkeypatch.setattr("blendkv.blend.context.RopeTables", rotation)
     plain = [text * 3 for text in TOPICS.values() if text.isascii()]
     items = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from blending import blending as start
 from blending import close, save, transfer
+from homes import own_home
 from verdicts import put_verdict
 from vllm_engine import engine
 
@@ -133,7 +134,7 @@ def test_a_worker_class_where_the_plugin_cannot_reach_the_model(tmp_path, monkey
 )
 def test_the_gate_s_verdict_is_honoured(tmp_path, monkeypatch, passed, settings, reuse, other):
     """By the connector; a mode that was passed is also that of requests that name none."""
-    monkeypatch.setenv("BLENDKV_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("BLENDKV_HOME", str(own_home(tmp_path / "home")))
     put_verdict(tmp_path / "home", fingerprint_folder(save(tmp_path)), *passed)
     with start(tmp_path, extra=settings) as running:
         for mode, outcome in (("reuse", reuse), ("blend:strided@0.4", other)):
