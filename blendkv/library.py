@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from blendkv.blend.codec_choice import default_codec
 from blendkv.engines.base import ChunkEngine, ModelIdentity, head_dims, kv_bytes_per_token
 from blendkv.errors import DamagedChunkError, StoreError, StoreFullError, UnsupportedModelError
 from blendkv.observe.tracing import span
@@ -70,6 +71,8 @@ class Library(ABC):
     codec
         How chunk KVs are stored (docs/codecs.md). What stands at position 0 is always raw: it is small, all chunks are
         computed behind it, and every token attends to it.
+    tenant
+        The tag of whose chunk KVs they are (`blendkv.tenants`); empty: nobody's. Those of others never match.
 
     Raises
     ------
@@ -78,7 +81,13 @@ class Library(ABC):
     """
 
     def __init__(
-        self, model: ModelIdentity, store: Store, kind: RecipeKind, system_prefix: TokenIds, codec: str = RAW
+        self,
+        model: ModelIdentity,
+        store: Store,
+        kind: RecipeKind,
+        system_prefix: TokenIds,
+        codec: str = RAW,
+        tenant: str = "",
     ) -> None:
         check_codec(codec, ())
         self.store, self.kind = store, kind
@@ -86,8 +95,8 @@ class Library(ABC):
         self.system_prefix = system_prefix
         bos = model.bos_token_id
         before = system_prefix if kind == "system" else as_token_ids([] if bos is None else [bos])
-        self.recipe = Recipe(kind, tuple(int(t) for t in before), model.dtype, codec)
-        self.start = Recipe("system", (), model.dtype)
+        self.recipe = Recipe(kind, tuple(int(t) for t in before), model.dtype, codec, tenant)
+        self.start = Recipe("system", (), model.dtype, tenant=tenant)
         """The recipe of what stands at position 0: the system prefix, or BOS."""
         self.counts = LibraryCounts()
 
@@ -137,9 +146,11 @@ class Library(ABC):
         self._check_written(before)
 
     def _wanted(self, chunks: Sequence[TokenIds], max_bytes: int | None) -> tuple[list[TokenIds], int]:
-        """The chunks to compute, and the number of those for which there is no room in ``max_bytes`` or the store."""
+        """The chunks to compute, and how many ``max_bytes``, the store or the quota has no room for."""
         per_token = self.bytes_per_token
-        limits = [b for b in (max_bytes, self.store.stat().tiers[-1].limit) if b is not None]
+        stat = self.store.stat()
+        own = stat.quota(self.recipe.tenant)
+        limits = [b for b in (max_bytes, stat.tiers[-1].limit, own) if b is not None]
         room = min(limits, default=None)
         wanted: list[TokenIds] = []
         left_out = 0
@@ -173,7 +184,7 @@ class ChunkLibrary(Library):
     ----------
     engine
         Who computes.
-    store, kind, system_prefix, codec
+    store, kind, system_prefix, codec, tenant
         As for `Library`.
 
     Raises
@@ -183,9 +194,15 @@ class ChunkLibrary(Library):
     """
 
     def __init__(
-        self, engine: ChunkEngine, store: Store, kind: RecipeKind, system_prefix: TokenIds, codec: str = RAW
+        self,
+        engine: ChunkEngine,
+        store: Store,
+        kind: RecipeKind,
+        system_prefix: TokenIds,
+        codec: str = RAW,
+        tenant: str = "",
     ) -> None:
-        super().__init__(engine, store, kind, system_prefix, codec)
+        super().__init__(engine, store, kind, system_prefix, codec, tenant)
         self.engine = engine
         if codec != RAW:
             with suppress(UnsupportedModelError):  # no chunk KV will come of it; prompts are prefilled in full
@@ -318,14 +335,33 @@ def materialise(reader: ChunkReader) -> ChunkKV:
 
 def stored_codec(folder: Path) -> str | None:
     """The codec that a store was ingested with; None for one that does not say so, and where there is none."""
+    return _stored(folder)[1]
+
+
+def store_codec(folder: Path, fingerprint: str) -> str:
+    """The codec of the chunk KVs of a store of a model: its own; of a new store, the one chosen for the model, or raw.
+
+    Raises
+    ------
+    InputError
+        If what was chosen for the model cannot be read.
+    """
+    made_by, own = _stored(folder)
+    if own is not None:
+        return own
+    return default_codec(folder, fingerprint) if made_by is None else RAW
+
+
+def _stored(folder: Path) -> tuple[str | None, str | None]:
+    """Fingerprint of the model that a store was made with, and codec that it was ingested with."""
     from blendkv.retrieval.collection import Collection
     from blendkv.retrieval.database import FILE_NAME
 
     if not (folder / FILE_NAME).is_file():
-        return None
+        return None, None
     with Collection(folder) as collection:
-        found = collection.get_meta("codec")
-    return None if found is None else str(found)
+        made_by, codec = collection.get_meta("fingerprint"), collection.get_meta("codec")
+    return None if made_by is None else str(made_by), None if codec is None else str(codec)
 
 
 def batches(chunks: Sequence[TokenIds], tokens: int) -> Iterator[list[TokenIds]]:

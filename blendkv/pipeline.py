@@ -22,6 +22,7 @@ from blendkv.daemon.opening import open_store
 from blendkv.engines.base import Conversation, Engine, GenerationOptions, Outcome, check_room
 from blendkv.errors import InputError, StoreMismatchError
 from blendkv.ingest import IngestProgress, IngestReport, Precompute, ingest
+from blendkv.library import store_codec
 from blendkv.prompt import DEFAULT_SYSTEM, PromptBuilder
 from blendkv.retrieval.collection import Collection
 from blendkv.retrieval.embed import MINILM, Embedder, SentenceEmbedder
@@ -29,11 +30,12 @@ from blendkv.retrieval.load import MAX_DOCUMENT_BYTES
 from blendkv.retrieval.retriever import HybridRetriever, RetrievedChunk, Retriever
 from blendkv.store.codecs import CODECS, RAW
 from blendkv.store.door import Store
+from blendkv.tenants import tenant_tag
 from blendkv.types import Prompt, RecipeKind
 
 TOP_K = 6
 _CODEC = "codec"
-"""What the collection calls the codec of its chunk KVs; see `blendkv.library.stored_codec`."""
+"""What the collection calls the codec of its chunk KVs; see `blendkv.library.store_codec`."""
 EngineName = Literal["torch", "vllm"]
 _log = logging.getLogger(__name__)
 
@@ -68,11 +70,12 @@ class RagPipeline:
         collection: Collection | None = None,
         embedder: Embedder | None = None,
         require_gate: bool = False,
+        tenant: str = "",
     ) -> None:
         self.engine, self.store, self.retriever = engine, store, retriever
         self.collection, self.embedder = collection, embedder
         self.prompts = PromptBuilder(engine.tokenizer, system)
-        self.library = engine.library(store, recipe, self.prompts.prefix, codec)
+        self.library = engine.library(store, recipe, self.prompts.prefix, codec, tenant)
         codec = self.library.recipe.codec
         self.gate = Gate.read(store.path, engine.fingerprint, engine.name, require_gate, codec)
         self.mode = self.gate.mode(mode)
@@ -101,6 +104,8 @@ class RagPipeline:
         engine: Engine | EngineName = "torch",
         require_gate: bool = False,
         plan: bool = False,
+        tenant: str | None = None,
+        encrypt: bool | None = None,
     ) -> RagPipeline:
         """Open the store at ``path``, or make one, with ``model`` behind it.
 
@@ -118,7 +123,8 @@ class RagPipeline:
             How chunks are computed (``system`` or ``bos``), and the system message; the store's own by default.
         codec
             How chunk KVs are stored: ``raw``, ``fp8``, ``int8``, ``turbo4``, ``turbo3`` or ``turbo2`` (docs/codecs.md);
-            by default as the store was ingested, raw for a new one. Those of another codec never match.
+            by default as the store was ingested; for a new one what ``blendkv calibrate --codec auto`` chose for the
+            model, else raw. Those of another codec never match.
         top_k
             Chunks per question.
         embedder
@@ -136,6 +142,12 @@ class RagPipeline:
         plan
             Let the loading planner decide which chunks to load and which to compute (docs/planner.md); measures this
             machine for a few seconds now. For the embedded engine.
+        tenant
+            Name of the tenant whose chunk KVs are used and made, with the salt in ``BLENDKV_TENANT_SALT``; None: those
+            of no tenant. The corpus is the store's, whoever asks.
+        encrypt
+            Whether chunk KVs on disk are encrypted with the key in ``BLENDKV_ENCRYPTION_KEY``; by default as the store
+            is, a new one is not. The corpus is not (docs/operations.md).
 
         Raises
         ------
@@ -147,6 +159,7 @@ class RagPipeline:
             If an argument cannot be used.
         """
         folder = Path(path).expanduser()
+        tag = tenant_tag(tenant)
         if mode is not None:
             parse_mode(mode)
         if codec is not None:
@@ -158,7 +171,7 @@ class RagPipeline:
             running = given
             if running is None and model is not None:  # before a folder is made for a model that does not exist
                 running = opened.enter_context(closing(_load(kind, model, folder, dtype, device, codec, require_gate)))
-            store = open_store(folder, limits[0], limits[1])
+            store = open_store(folder, limits[0], limits[1], encrypt=encrypt)
             opened.callback(store.close)
             collection = opened.enter_context(Collection(folder))
             if running is None:
@@ -172,7 +185,7 @@ class RagPipeline:
             pipeline = cls(
                 running, store, retriever, system=settings["system"], recipe=settings["recipe"],
                 codec=settings["codec"], mode=mode, top_k=top_k, collection=collection, embedder=encoder,
-                require_gate=require_gate,
+                require_gate=require_gate, tenant=tag,
             )  # fmt: skip
             pipeline._owned = opened.pop_all()
         return pipeline
@@ -399,7 +412,7 @@ def _claim(
         )
     if recipe not in (None, "system", "bos"):
         raise InputError(f"unknown recipe {recipe!r}; allowed: system, bos")
-    own = collection.get_meta(_CODEC) or RAW
+    own = store_codec(collection.path, engine.fingerprint)
     if made_by is not None and codec not in (None, own):
         _log.warning(
             "%s was ingested with codec %s, opened with %s: chunk KVs of the other codec never match, so they are "
@@ -412,6 +425,12 @@ def _claim(
     }
     if made_by is None:
         values = {"fingerprint": engine.fingerprint, "model": engine.name, **settings}
+        if codec is None and own != RAW:
+            _log.warning(
+                "%s stores chunk KVs with codec %s: calibrate chose it for this model; another: ingest with --codec",
+                *(collection.path, own),
+            )
+            values[_CODEC] = own
         for name, value in values.items():
             collection.set_meta(name, value)
     return {**settings, "codec": codec or own}

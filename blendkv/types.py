@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +19,8 @@ if TYPE_CHECKING:  # the store's own process lives without torch
 
 TokenIds = npt.NDArray[np.int32]
 """Token ids: a read-only int32 array of shape ``[tokens]``. Made once by the splitter, then only carried."""
+
+_TENANT = re.compile(r"([0-9a-f]{32})?")
 
 RecipeKind = Literal["system", "bos"]
 SegmentKind = Literal["system", "chunk", "history", "query"]
@@ -43,6 +46,19 @@ def to_tensor(ids: TokenIds, device: torch.device | str = "cpu") -> torch.Tensor
     import torch
 
     return torch.from_numpy(ids.astype(np.int64)).to(device)
+
+
+def check_tenant(tag: object) -> str:
+    """Return ``tag`` if it is a tenant's tag (`blendkv.tenants`), or empty: no tenant.
+
+    Raises
+    ------
+    InputError
+        If it is neither; the message does not repeat it.
+    """
+    if not isinstance(tag, str) or not _TENANT.fullmatch(tag):
+        raise InputError("the tenant is no tag of 32 hex digits; make it of a name with tenants.tenant_tag")
+    return tag
 
 
 @dataclass(frozen=True)
@@ -88,17 +104,31 @@ class Recipe:
     ``prefix`` holds the token ids that stood before the chunk: the exact system prefix (kind ``system``) or
     BOS (kind ``bos``; empty for models without one). A chunk KV is exact wherever those very tokens stand
     before it again from position 0 on. The KV of the system prefix itself has kind ``system`` and an empty prefix.
+
+    ``tenant`` is the tag of whose chunk this is (`blendkv.tenants.tenant_tag`); equal tokens of two tenants are two
+    chunks, under two keys.
+
+    Raises
+    ------
+    InputError
+        If ``tenant`` is neither empty nor 32 hex digits.
     """
 
     kind: RecipeKind
     prefix: tuple[int, ...]
     dtype: str
     codec: str = "raw"
+    tenant: str = ""
+
+    def __post_init__(self) -> None:
+        check_tenant(self.tenant)
 
     @cached_property
     def digest(self) -> str:
         """BLAKE2b-128 of the whole recipe, in hex."""
-        h = hashlib.blake2b(f"{self.kind}|{self.dtype}|{self.codec}|".encode(), digest_size=16)
+        # The tag takes the place of BLAKE2b's salt, all zeros by default: without a tenant, keys are as they ever were.
+        salt = bytes.fromhex(self.tenant)
+        h = hashlib.blake2b(f"{self.kind}|{self.dtype}|{self.codec}|".encode(), digest_size=16, salt=salt)
         h.update(np.asarray(self.prefix, dtype="<i4").tobytes())
         return h.hexdigest()
 

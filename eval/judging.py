@@ -96,12 +96,13 @@ def give_up(ladder: Sequence[Samples], target: Target, level: float, seed: int) 
     for sample in (s for s in ladder if s.broken is None):
         sample.give_up_if_above(target, level, seed)
         if failed is not None and sample.running:
-            sample.hopeless = _behind(failed)
+            sample.hopeless = behind(failed)
         if sample.hopeless and failed is None:
             failed = sample.mode.spec
 
 
-def _behind(mode: str) -> str:
+def behind(mode: str) -> str:
+    """Why what stands further down a ladder is not taken."""
     return f"it comes behind {mode}, which failed"
 
 
@@ -111,7 +112,7 @@ def judge(ladder: Sequence[Samples], target: Target, level: float, seed: int, fu
     failed: str | None = None
     for sample in (s for s in ladder if s.broken is None):
         row = sample.row("confirm", level, seed, full_s)
-        note = row.note or _fault(row, target) or ("" if failed is None else _behind(failed))
+        note = row.note or _fault(row, target) or ("" if failed is None else behind(failed))
         if note and failed is None:
             failed = row.mode
         judged.append(replace(row, passed=not note, note=note))

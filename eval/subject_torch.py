@@ -76,6 +76,22 @@ class TorchSubject:
         self.builder = PromptBuilder(engine.tokenizer, system)
         self.library = ChunkLibrary(engine, store, recipe, self.builder.prefix, codec)
         self.codec = codec
+        self._system = system
+        self._others: dict[str, TorchSubject] = {codec: self}
+
+    def stored_as(self, codec: str) -> TorchSubject:
+        """The same engine and store with chunk KVs of another codec; close only one of them.
+
+        Raises
+        ------
+        InputError
+            If the codec cannot be used with the model.
+        """
+        if codec not in self._others:
+            made = TorchSubject(self.engine, self.library.store, self.library.kind, self._system, codec)
+            made._others = self._others
+            self._others[codec] = made
+        return self._others[codec]
 
     def prepare(self, built: Built) -> None:
         """Compute and store the chunk KVs of a prompt."""

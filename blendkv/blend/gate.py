@@ -1,6 +1,7 @@
 """The quality gate: whether a model may be blended, and how, as `blendkv calibrate` measured it; see docs/gate.md.
 
-A verdict is about a model. It lies beside a store, or in the user's BlendKV folder for all stores without their own.
+A verdict is about a model and a codec. It lies beside a store, or in the user's BlendKV folder for all stores without
+their own.
 Without one, blending is allowed; after one that failed, every blend becomes a full prefill.
 """
 
@@ -140,6 +141,11 @@ class Verdict:
     version: str = ""
     date: str = ""
 
+    @property
+    def codec(self) -> str:
+        """How the chunk KVs were stored that it is about."""
+        return str(self.data.get("codec", RAW))
+
     def __post_init__(self) -> None:
         if not isinstance(self.passed, bool) or self.passed != bool(self.modes):
             raise InputError(
@@ -171,7 +177,7 @@ class Gate:
 
     @classmethod
     def read(cls, store: Path | None, fingerprint: str, model: str, required: bool = False, codec: str = RAW) -> Gate:
-        """The gate of a model over a store; None for one without a folder.
+        """The gate of a model whose chunk KVs are stored with ``codec``, over a store; None for one without a folder.
 
         A verdict that was measured with another codec says nothing of this one: the model counts as not measured.
 
@@ -182,13 +188,13 @@ class Gate:
         """
         where = "" if store is None else f" --store {store}"
         how = "" if codec == RAW else f" --codec {codec}"
-        verdict, measure = read_verdict(store, fingerprint), f"blendkv calibrate --model {model}{where}{how}"
-        if verdict is not None and (measured := verdict.data.get("codec", RAW)) != codec:
+        measure = f"blendkv calibrate --model {model}{where}{how}"
+        verdict = read_verdict(store, fingerprint, codec)
+        if verdict is None and (others := _other_codecs(store, fingerprint)):
             _log.warning(
                 "the quality gate measured %s with codec %s, chunk KVs are stored with %s: not measured; run %s",
-                *(model, measured, codec, measure),
+                *(model, ", ".join(others), codec, measure),
             )
-            verdict = None
         return cls(verdict, required, measure)
 
     @property
@@ -243,23 +249,34 @@ class Gate:
         return parse_mode(asked or own or DEFAULT_MODE)
 
 
-def verdict_path(folder: Path, fingerprint: str) -> Path:
-    """Where a store, or the user's BlendKV folder, keeps the verdict on a model."""
-    return folder / FOLDER / f"{fingerprint}.json"
+def verdict_path(folder: Path, fingerprint: str, codec: str = RAW) -> Path:
+    """Where a store, or the user's BlendKV folder, keeps the verdict on a model with a codec."""
+    return folder / FOLDER / f"{fingerprint}{'' if codec == RAW else f'.{codec}'}.json"
 
 
-def read_verdict(store: Path | None, fingerprint: str) -> Verdict | None:
-    """The verdict on a model: the store's own, or else the user's; None if it was not measured.
+def read_verdict(store: Path | None, fingerprint: str, codec: str = RAW) -> Verdict | None:
+    """The verdict on a model with a codec: the store's own, or else the user's; None if that was not measured.
 
     Raises
     ------
     InputError
-        If the file does not hold a verdict of a known format.
+        If a file does not hold a verdict of a known format.
     """
     for folder in (store, home()):
-        if folder is not None and (path := verdict_path(folder, fingerprint)).is_file():
-            return _read(path)
+        if folder is None:
+            continue
+        # One file per model is how verdicts of every codec were kept before there was one per codec.
+        for path in dict.fromkeys((verdict_path(folder, fingerprint, codec), verdict_path(folder, fingerprint))):
+            if path.is_file() and (found := _read(path)).codec == codec:
+                return found
     return None
+
+
+def _other_codecs(store: Path | None, fingerprint: str) -> list[str]:
+    """The codecs that a model was measured with."""
+    folders = [folder for folder in (store, home()) if folder is not None]
+    names = (f"{fingerprint}.json", f"{fingerprint}.*.json")
+    return sorted({_read(path).codec for folder in folders for n in names for path in (folder / FOLDER).glob(n)})
 
 
 def _read(path: Path) -> Verdict:
@@ -288,8 +305,20 @@ def write_verdict(folder: Path, fingerprint: str, verdict: Verdict) -> Path:
     InputError
         If the folder cannot be written.
     """
-    path = verdict_path(folder, fingerprint)
-    text = json.dumps({"format": FORMAT, **asdict(verdict)}, indent=2, ensure_ascii=False, default=str) + "\n"
+    path = verdict_path(folder, fingerprint, verdict.codec)
+    write_json(path, {"format": FORMAT, **asdict(verdict)})
+    return path
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write what was measured of a model durably and whole, or not at all.
+
+    Raises
+    ------
+    InputError
+        If the folder cannot be written.
+    """
+    text = json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n"
     try:
         make_directory(path.parent)
         with temporary_file(path) as (fd, temporary):
@@ -299,4 +328,3 @@ def write_verdict(folder: Path, fingerprint: str, verdict: Verdict) -> Path:
         fsync_directory(path.parent)
     except OSError as error:
         raise InputError(f"the verdict cannot be written to {path}: {error.strerror}; give another --store") from error
-    return path

@@ -17,6 +17,7 @@ from blendkv.cli.common import (
     Memory,
     RequireGate,
     Store,
+    Tenant,
     Threads,
     emit,
     err,
@@ -55,6 +56,7 @@ def ask(
     disk: Disk = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    tenant: Tenant = None,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -80,6 +82,7 @@ def ask(
         dtype=dtype,
         device=device,
         engine=engine,
+        tenant=tenant,
         require_gate=require_gate,
         plan=plan,
     ) as pipeline:

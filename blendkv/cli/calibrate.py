@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from blendkv.cli.common import (
-    Codec,
     Device,
     Dtype,
     Json,
@@ -29,6 +28,7 @@ from blendkv.errors import InputError
 
 if TYPE_CHECKING:
     from blendkv.blend.gate import Verdict
+    from blendkv.eval.items import EvalItem
     from blendkv.eval.subject import Subject
 
 
@@ -46,7 +46,10 @@ def calibrate(
     confidence: Annotated[float, typer.Option(help="Of both bounds.")] = 0.95,
     engine: Annotated[Literal["torch", "vllm"], typer.Option(help="Who runs the model.")] = "torch",
     chunks: Annotated[int, typer.Option(help="Most passages per prompt.", min=1)] = 6,
-    codec: Codec = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(help="Of the chunk KVs, by default the store's; auto: choose the smallest within noise of raw."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of generated data, the order of the items, and the bounds.")] = 0,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -58,15 +61,18 @@ def calibrate(
 
     from blendkv.blend.gate import Target, write_verdict
     from blendkv.eval.calibrate import calibrate as search
+    from blendkv.eval.codec_choice import AUTO
     from blendkv.eval.datasets import load_items
     from blendkv.store.codecs import CODECS, RAW
 
-    if codec is not None:
+    if codec not in (None, AUTO):
         CODECS.get(codec)
+    if codec == AUTO and engine != "torch":
+        raise InputError(f"--codec auto is measured by --engine torch, given {engine}; the choice holds for both")
     target = Target(kl, f1, confidence)
     wanted = None if modes is None else [m.strip() for m in modes.split(",") if m.strip()]
     own = {} if store is None else _of_store(store.expanduser())
-    own["codec"] = codec or own.get("codec") or RAW
+    own["codec"] = RAW if codec == AUTO else codec or own.get("codec") or RAW
     name = model or own.get("model") or "demo"
     items = load_items(data, form, seed=seed, limit=limit)
     torch.set_num_threads(threads or torch.get_num_threads())
@@ -75,17 +81,57 @@ def calibrate(
     with _subject(engine, name, own, dtype, device) as subject, stages({}, as_json) as progress:
         if own.get("fingerprint") not in (None, subject.fingerprint):
             raise InputError(f"{store} was made with model {own['model']!r}, given {name!r}: use that model")
-        verdict = search(
-            subject, items, target=target, candidates=wanted, chunks=chunks, recipe=own.get("recipe", "system"),
-            seed=seed, data=told, tell=say, progress=progress,
-        )  # fmt: skip
-        path = write_verdict(home() if store is None else store.expanduser(), subject.fingerprint, verdict)
+        how: dict[str, Any] = {
+            "target": target, "candidates": wanted, "chunks": chunks, "recipe": own.get("recipe", "system"),
+            "seed": seed, "data": told, "tell": say, "progress": progress,
+        }  # fmt: skip
+        folder = home() if store is None else store.expanduser()
+        if codec == AUTO:
+            _choose(subject, items, how, folder, as_json)
+            return
+        verdict = search(subject, items, **how)
+        path = write_verdict(folder, subject.fingerprint, verdict)
     if as_json:
-        rows = [asdict(row) for row in verdict.evidence]
-        facts = {n: v for n, v in asdict(verdict).items() if n not in ("evidence", "environment", "version")}
-        emit("calibrate", rows, **facts, path=str(path))
+        _emit(verdict, path)
     else:
         _show(verdict, path)
+
+
+def _choose(subject: Subject, items: Sequence[EvalItem], how: Mapping[str, Any], folder: Path, as_json: bool) -> None:
+    """Choose the codec, and write the choice and every verdict that came with it."""
+    from blendkv.blend.codec_choice import write_choice
+    from blendkv.blend.gate import write_verdict
+    from blendkv.eval.codec_choice import choose_codec, codec_sizes
+    from blendkv.eval.subject_torch import TorchSubject
+
+    assert isinstance(subject, TorchSubject)
+    sizes = codec_sizes(subject.engine.runner)
+    choice, verdicts = choose_codec(subject.stored_as, sizes, items, **how)
+    paths = {v.codec: write_verdict(folder, subject.fingerprint, v) for v in verdicts}
+    path = write_choice(folder, subject.fingerprint, choice)  # last: it counts only with its verdict
+    verdict = next(v for v in verdicts if v.codec == choice.codec)
+    if as_json:
+        _emit(verdict, paths[choice.codec], choice={**asdict(choice), "path": str(path)})
+        return
+    _show(verdict, paths[choice.codec])
+    bound = f"at most ({choice.confidence:.0%})"
+    columns = ("codec", "bytes / raw's", "items", "KL", "KL - raw's", bound, "within noise", "why not")
+    rows = [
+        (
+            r.codec, number(r.size), r.n, number(r.kl, 4), number(r.excess, 4), number(r.excess_upper, 4),
+            "yes" if r.passed else "no", r.note,
+        )
+        for r in choice.rows
+    ]  # fmt: skip
+    table(f"codecs of {choice.model} in {choice.mode}, at most +{choice.margin:g} nats allowed", columns, rows)
+    new = "new stores of this model use it" if folder == home() else "ingest with --codec makes the store use it"
+    out.print(f"{choice.summary}; {new}; written to {path}", soft_wrap=True, markup=False)
+
+
+def _emit(verdict: Verdict, path: Path, **more: Any) -> None:
+    rows = [asdict(row) for row in verdict.evidence]
+    facts = {n: v for n, v in asdict(verdict).items() if n not in ("evidence", "environment", "version")}
+    emit("calibrate", rows, **facts, path=str(path), **more)
 
 
 def _of_store(store: Path) -> dict[str, Any]:

@@ -33,6 +33,10 @@ Engine = Annotated[Literal["torch", "vllm"], typer.Option(help="Who runs the mod
 RequireGate = Annotated[
     bool, typer.Option("--require-gate", help="Refuse blends that the quality gate has not passed; see calibrate.")
 ]
+Tenant = Annotated[str | None, typer.Option(help="Whose chunk KVs these are; needs the salt in $BLENDKV_TENANT_SALT.")]
+Encrypt = Annotated[
+    bool, typer.Option("--encrypt", help="Encrypt a new store with $BLENDKV_ENCRYPTION_KEY; an old one stays as it is.")
+]
 Threads = Annotated[int | None, typer.Option(help="CPU threads of torch.", min=1)]
 
 

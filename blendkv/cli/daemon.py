@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from blendkv import __version__
-from blendkv.cli.common import Disk, Json, Store, err
+from blendkv.cli.common import Disk, Encrypt, Json, Store, err
 from blendkv.config import format_bytes, parse_bytes
 from blendkv.errors import InputError, MissingDependencyError
 
@@ -39,6 +39,14 @@ def daemon(
     namespace: Annotated[
         str, typer.Option(help="Whose chunks are seen in remote tiers: TENANT or TENANT/MODEL.")
     ] = "default",
+    quota: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=BYTES that a tenant may have in memory, and on disk, such as acme=10GB; several."),
+    ] = None,
+    tenant_quota: Annotated[
+        str | None, typer.Option(help="Bytes that every other tenant may have, such as 5GB; no limit by default.")
+    ] = None,
+    encrypt: Encrypt = False,
     metrics_port: Annotated[
         int | None,
         typer.Option(help="Serve Prometheus metrics at this port, such as 9464; 0: a free one.", min=0, max=65535),
@@ -50,16 +58,26 @@ def daemon(
 ) -> None:
     """Keep the store in a process of its own, shared by engines over shared memory, until SIGTERM."""
     from blendkv.daemon.server import Daemon
+    from blendkv.store.quotas import Quotas
 
     mode = _mode(socket_mode)
     limits = parse_bytes(memory), None if disk is None else parse_bytes(disk)
+    quotas = Quotas.parse(quota or (), tenant_quota)
     root = Path(store).expanduser()
     # Blocked in every thread and waited for in this one: Python runs a handler only when the main thread is woken,
     # and a signal may reach any thread.
     ending = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, ending)
     with (
-        Daemon(root, *limits, mode=mode, remotes=remote or (), namespace=namespace) as running,
+        Daemon(
+            root,
+            *limits,
+            mode=mode,
+            remotes=remote or (),
+            namespace=namespace,
+            quotas=quotas,
+            encrypt=encrypt or None,
+        ) as running,
         _metrics(running, metrics_host, metrics_port) as url,
     ):
         chunks = running.store.index.count()

@@ -150,15 +150,20 @@ def _gate_of_store(folder: str) -> dict[str, str | bool]:
 
 
 def _gate(name: str, folder: str | None, fingerprint: str, model: str) -> dict[str, str | bool]:
-    """The verdict in a row; a model that was not measured may be blended."""
+    """The verdict in a row, for the codec of a store, or of new ones; a model that was not measured may be blended."""
+    from blendkv.blend.codec_choice import default_codec
     from blendkv.blend.gate import read_verdict
+    from blendkv.library import store_codec
+    from blendkv.store.codecs import RAW
 
+    store = None if folder is None else Path(folder).expanduser()
     try:
-        verdict = read_verdict(None if folder is None else Path(folder).expanduser(), fingerprint)
+        codec = default_codec(None, fingerprint) if store is None else store_codec(store, fingerprint)
+        verdict = read_verdict(store, fingerprint, codec)
     except BlendKVError as error:
         return _row("gate", name, False, str(error))
     if verdict is None:
-        where = "" if folder is None else f" --store {folder}"
+        where = f"{'' if folder is None else f' --store {folder}'}{'' if codec == RAW else f' --codec {codec}'}"
         return _row("gate", name, True, f"not measured, blended anyway: run blendkv calibrate --model {model}{where}")
     verb = f"passed, blends with {verdict.mode}" if verdict.passed else "failed, every prompt is prefilled in full"
     return _row("gate", name, verdict.passed, f"{verb}; {verdict.date}: {verdict.summary}")

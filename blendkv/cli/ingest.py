@@ -12,10 +12,12 @@ from blendkv.cli.common import (
     Device,
     Disk,
     Dtype,
+    Encrypt,
     Engine,
     Json,
     Memory,
     Store,
+    Tenant,
     Threads,
     emit,
     err,
@@ -49,6 +51,8 @@ def ingest(
     disk: Disk = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    tenant: Tenant = None,
+    encrypt: Encrypt = False,
     threads: Threads = None,
     as_json: Json = False,
 ) -> None:
@@ -72,6 +76,8 @@ def ingest(
         dtype=dtype,
         device=device,
         engine=engine,
+        tenant=tenant,
+        encrypt=encrypt or None,
     ) as pipeline:
         with stages(UNITS, as_json) as progress:
             report = pipeline.ingest(

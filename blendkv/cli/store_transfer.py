@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from blendkv.cli.common import Disk, Json, Store, emit, out, stages
+from blendkv.cli.common import Disk, Encrypt, Json, Store, emit, out, stages
 from blendkv.config import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -18,23 +18,28 @@ if TYPE_CHECKING:
 Archive = Annotated[Path, typer.Argument(help="The tar file.", show_default=False)]
 
 
-def export(store: Store, archive: Archive, as_json: Json = False) -> None:
+def export(
+    store: Store,
+    archive: Archive,
+    plain: Annotated[bool, typer.Option("--plain", help="Write the chunks of an encrypted store unencrypted.")] = False,
+    as_json: Json = False,
+) -> None:
     """Write all chunk KVs into a tar file; engines may go on meanwhile."""
     from blendkv.pipeline import check_store
     from blendkv.store.transfer import export_chunks, opened
 
     check_store(store)
     with opened(Path(store).expanduser()) as disk:
-        report = _run("export", lambda progress: export_chunks(disk, archive, progress), as_json)
+        report = _run("export", lambda progress: export_chunks(disk, archive, progress, plain=plain), as_json)
     _tell("export", report, f"wrote {report.chunks} chunk KVs ({format_bytes(report.bytes)}) to {archive}", as_json)
 
 
-def import_(store: Store, archive: Archive, disk: Disk = None, as_json: Json = False) -> None:
+def import_(store: Store, archive: Archive, disk: Disk = None, encrypt: Encrypt = False, as_json: Json = False) -> None:
     """Store the chunk KVs of a tar file that export wrote; what is there already is left as it is."""
     from blendkv.store.transfer import import_chunks, opened
 
     limit = None if disk is None else parse_bytes(disk)
-    with opened(Path(store).expanduser(), limit) as tier:
+    with opened(Path(store).expanduser(), limit, encrypt or None) as tier:
         report = _run("import", lambda progress: import_chunks(tier, archive, progress), as_json)
     line = f"stored {report.chunks} chunk KVs ({format_bytes(report.bytes)}); {report.present} were there already"
     _tell("import", report, line, as_json)

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from blendkv.daemon.messages import Stats
     from blendkv.store.base import TierStat
     from blendkv.store.door import Store
-    from blendkv.store.guard import Latency, RemoteStat
+    from blendkv.store.guard import RemoteStat
     from blendkv.store.reports import StoreStat
+    from blendkv.store.timing import Latency
 
 
 _TIERS = ("tier", "chunks", "bytes", "limit", "hits", "misses", "evicted", "damaged", "hits/s", "misses/s", "bytes/s")
+_TENANTS = ("tenant", "name", "chunks", "on disk", "in memory", "quota")
 _REMOTES = (
     "remote tier", "circuit", "p50 head", "p50 fetch", "found", "openings", "stuck", "calls/s", "read/s", "written/s",
 )  # fmt: skip
@@ -64,7 +66,8 @@ def tier_rows(now: Sample, before: Sample | None = None) -> list[dict[str, Any]]
 
 def _tier_row(tier: TierStat, earlier: TierStat | None, now: Sample, before: Sample | None) -> dict[str, Any]:
     row = {"name": tier.name, "chunks": tier.chunks, "bytes": tier.bytes, "limit": tier.limit, "hits": tier.hits,
-           "misses": tier.misses, "evictions": dict(tier.evictions), "damaged": tier.damaged}  # fmt: skip
+           "misses": tier.misses, "evictions": dict(tier.evictions), "refused": dict(tier.refused),
+           "damaged": tier.damaged}  # fmt: skip
     if earlier is None or before is None:
         return row
     seconds = now.at - before.at
@@ -135,6 +138,7 @@ def whole(now: Sample, before: Sample | None = None) -> dict[str, Any]:
         "pinned": stat.pinned, "pending_bytes": stat.pending_bytes, "upload_pending_bytes": stat.upload_pending_bytes,
         "write_errors": stat.background_errors, "promoted": stat.promoted, "not_in_memory": stat.not_in_memory,
         "uploaded": stat.uploaded, "not_uploaded": stat.not_uploaded,
+        "tenants": [asdict(use) for use in stat.tenants], "tenant_quota": stat.tenant_quota,
     }  # fmt: skip
 
 
@@ -168,7 +172,20 @@ def tables(now: Sample, before: Sample | None = None) -> Group:
     ]  # fmt: skip
     if remotes:
         parts.append(built_table("remote tiers", _REMOTES, remotes))
+    if tenants := _tenant_rows(now.store):
+        parts.append(built_table("tenants", _TENANTS, tenants))
     return Group(*parts, Text(_line(now)))
+
+
+def _tenant_rows(stat: StoreStat) -> list[tuple[Any, ...]]:
+    """A row per tenant; none where all chunks are nobody's and nobody has a quota."""
+    if not any(use.tag for use in stat.tenants):
+        return []
+    return [
+        (use.tag[:12] or "none", use.name, use.chunks, format_bytes(use.disk_bytes), format_bytes(use.memory_bytes),
+         None if use.quota is None else format_bytes(use.quota))
+        for use in stat.tenants
+    ]  # fmt: skip
 
 
 def _line(now: Sample) -> str:

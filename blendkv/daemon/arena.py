@@ -8,14 +8,22 @@ loan nor a write to disk.
 from __future__ import annotations
 
 import bisect
+import ctypes
 import mmap
 import os
 import threading
 import weakref
 
+import numpy as np
+
 from blendkv.daemon.shm import new_memory
 
 PAGE = 4096
+
+
+def held_bytes(size: int) -> int:
+    """Bytes that a slab of ``size`` bytes takes: whole pages."""
+    return -(-size // PAGE) * PAGE
 
 
 class Slab:
@@ -65,7 +73,7 @@ class Arena:
 
     def allocate(self, size: int) -> Slab | None:
         """A slab of ``size`` bytes in the smallest gap that holds it; None if no gap does."""
-        held = -(-size // PAGE) * PAGE
+        held = held_bytes(size)
         with self._lock:
             gaps = [(gap, place) for place, (_, gap) in enumerate(self._free) if gap >= held]
             if not gaps:
@@ -96,11 +104,26 @@ class Window:
     """A client's mapping of an arena; takes over the descriptor."""
 
     def __init__(self, fd: int) -> None:
-        try:
-            # Private, so that it counts as writable (torch wants that); a write would reach a copy of the page only.
-            self._map = memoryview(mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_COPY))
-        finally:
-            os.close(fd)
+        self._fd = fd
+        self._closer = weakref.finalize(self, os.close, fd)
+        # Private, so that it counts as writable (torch wants that); a write would reach a copy of the page only.
+        self._map = memoryview(mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_COPY))
+        self._shared: memoryview | None = None
+
+    def share(self) -> tuple[int, int]:
+        """Map the arena a second time, shared; return the address and the bytes of that mapping."""
+        mapped = mmap.mmap(self._fd, len(self._map), access=mmap.ACCESS_READ)
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        # Counts as writable too; a write would end the process.
+        array = (ctypes.c_ubyte * len(self._map)).from_address(address)
+        array.mapped = mapped  # type: ignore[attr-defined]  # kept as long as a view of it
+        self._shared = memoryview(array).cast("B")
+        return address, len(self._map)
+
+    def use_shared(self) -> None:
+        """Cut all further views from the mapping of `share`."""
+        assert self._shared is not None
+        self._map = self._shared
 
     def view(self, offset: int, size: int) -> memoryview:
         """Bytes of the arena.

@@ -11,27 +11,30 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
-import xxhash
 
 from blendkv.daemon import messages as m
 from blendkv.daemon.connection import Answer, Connection, DownError
-from blendkv.daemon.images import head_of
+from blendkv.daemon.headers import Headers
 from blendkv.daemon.index import RemoteIndex
 from blendkv.daemon.link import Link
+from blendkv.daemon.putting import Handover
 from blendkv.daemon.reader import LentReader, LoadingLentReader
-from blendkv.daemon.shm import Parcel
 from blendkv.errors import DamagedChunkError, StoreError
 from blendkv.observe.tracing import detail
 from blendkv.store.base import ChunkReader, IndexReader, TierStat
-from blendkv.store.chunkfile import Header, ids_of, parse_header, read_header, read_span, token_ids_digest
-from blendkv.store.disk import DiskReader
+from blendkv.store.chunkfile import read_header, read_span, token_ids_digest
+from blendkv.store.filereader import DiskReader
 from blendkv.store.index import Row
 from blendkv.store.reader import KeepingReader
 from blendkv.store.reports import ChunkInfo, GcReport, RepairReport, StoreStat, VerifyReport
 from blendkv.store.writer import BackgroundWriter
 from blendkv.types import ChunkKV, TokenIds, as_token_ids
+
+if TYPE_CHECKING:
+    from blendkv.daemon.pinning import Pinning
 
 QUEUE_BYTES = 512 << 20
 """Bytes of K and V that may wait to be handed to the daemon."""
@@ -39,10 +42,6 @@ DEADLINE = 0.1
 """Seconds in which the daemon must show that it lives."""
 PATIENCE = 2.0
 """Seconds that a look-up may take, in a remote tier for instance, before it counts as a miss."""
-GRACE = 5.0
-"""Seconds for which a put waits for a daemon that was there a moment ago."""
-_PUT_TRIES = 3
-_HEADERS = 1024  # parsed headers that are remembered
 _EMPTY = StoreStat((TierStat("memory", 0, 0, 0), TierStat("disk", 0, 0, None)), 0, {}, 0, 0, 0, 0, 0)
 
 _log = logging.getLogger(__name__)
@@ -67,10 +66,12 @@ class DaemonStore:
         """The store's folder."""
         self._link = Link(self.path, "engine", deadline)
         self._index = RemoteIndex(self._link)
-        self._writer: BackgroundWriter[ChunkKV] = BackgroundWriter(self._put, QUEUE_BYTES)
-        self._headers: dict[str, tuple[bytes, Header, TokenIds]] = {}
+        self._handover = Handover(self._link)
+        self._writer: BackgroundWriter[ChunkKV] = BackgroundWriter(self._handover.put, QUEUE_BYTES)
+        self._headers = Headers()
         self._counts: Counter[str] = Counter()
         self._last = _EMPTY
+        self._pinning: Pinning | None = None
         self._closed = False
 
     @property
@@ -88,6 +89,20 @@ class DaemonStore:
     def up(self) -> bool:
         """Whether the daemon answers, as far as is known."""
         return self._link.up
+
+    def pin_memory(self, pinning: Pinning) -> None:
+        """Keep the daemon's memory page-locked for CUDA, also that of a daemon found later; a second call is ignored.
+
+        For engines, by `blendkv.daemon.pinning.pin_for`.
+        """
+        if self._pinning is None:
+            self._pinning = pinning
+            self._link.watch(lambda connection: pinning.take(connection.window))
+
+    @property
+    def pin_failures(self) -> int:
+        """How often the daemon's memory could not be page-locked, or let go."""
+        return 0 if self._pinning is None else self._pinning.failures
 
     @property
     def missed(self) -> int:
@@ -174,7 +189,7 @@ class DaemonStore:
             If another chunk is stored under the same key, the disk cannot be written, or no daemon answers.
         """
         self._check_open()
-        self._put(_checked(kv))
+        self._handover.put(_checked(kv))
 
     def put_async(self, kv: ChunkKV) -> None:
         """Like `put`, in the background; waits while too many bytes are queued.
@@ -290,6 +305,8 @@ class DaemonStore:
         if failures:
             _log.error("%d chunk KVs could not be stored in the background: %s", len(failures), failures[0])
         self._link.close()
+        if self._pinning is not None:
+            self._pinning.close()
 
     def __enter__(self) -> DaemonStore:
         return self
@@ -336,23 +353,11 @@ class DaemonStore:
         # All views of the file hold this array: the loan is over when the reader and its last tensor are gone.
         weakref.finalize(memory, self._link.over, connection, reply.loan)
         file = memory.data
-        header, token_ids = self._header(key, file)
+        header, token_ids = self._headers.of(key, file)
         if reply.ready == header.layers:
             return LentReader(key, header, token_ids, file, loan)
+        connection.expect(loan, header.layers)
         return LoadingLentReader(key, header, token_ids, file, loan, reply.tier, reply.ready)
-
-    def _header(self, key: str, file: memoryview) -> tuple[Header, TokenIds]:
-        """The file's header and token ids; parsing takes longer than all the rest of a hit, so it is remembered."""
-        head = head_of(file, len(file), key)
-        digest = xxhash.xxh3_128_digest(head)
-        known = self._headers.get(key)
-        if known is None or known[0] != digest:
-            header = parse_header(head, len(file), key)
-            known = digest, header, ids_of(header, file)
-            while len(self._headers) >= _HEADERS:
-                self._headers.pop(next(iter(self._headers)), None)
-            self._headers[key] = known
-        return known[1], known[2]
 
     def _direct(self, key: str, fd: int) -> ChunkReader:
         """A reader of the file itself, which had no room in the daemon's memory."""
@@ -368,26 +373,6 @@ class DaemonStore:
         row = Row(key, header.fingerprint, header.recipe, ids, header.nbytes, header.file_bytes, "", 0.0, 0.0)
         reader = DiskReader(self.path, row, fd)
         return KeepingReader(reader, False, lambda kv: None, lambda error: self.discard(error.key, error.reason))
-
-    def _put(self, kv: ChunkKV) -> None:
-        from blendkv.store.tensors import encode_chunk
-
-        self._link.connection(GRACE)  # before the work of encoding
-        parcels: list[Parcel] = []
-
-        def allocate(size: int) -> memoryview:
-            parcels.append(Parcel.create(size))
-            return parcels[0].writable()
-
-        encode_chunk(kv, allocate).release()
-        parcels[0].seal()
-        for tries_left in reversed(range(_PUT_TRIES)):  # a put of what is there already does nothing
-            try:
-                self._link.connection(GRACE).ask(m.Put(bytes.fromhex(kv.key)), m.Done, (parcels[0].fd,))
-                return
-            except DownError:
-                if not tries_left:
-                    raise
 
     def _set_pinned(self, keys: Iterable[str], pinned: bool) -> None:
         self._check_open()

@@ -16,6 +16,7 @@ from blendkv.daemon import address
 from blendkv.daemon import messages as m
 from blendkv.daemon.arena import Window
 from blendkv.daemon.loans import Loan
+from blendkv.daemon.receiver import Receiver, Waiter
 from blendkv.daemon.wire import Wire, WireError, close_all
 from blendkv.errors import StoreError
 
@@ -30,17 +31,19 @@ class DownError(StoreError):
     """No daemon answers."""
 
 
-class _Call:
+class _Call(Waiter):
     """A request that waits for its reply."""
 
+    __slots__ = ("fds", "reply")
+
     def __init__(self) -> None:
+        super().__init__()
         self.reply: m.Reply | None = None
         self.fds: list[int] = []
-        self.done = threading.Event()
 
 
 class Connection:
-    """Opens a connection to the daemon of ``store``; a thread receives.
+    """Opens a connection to the daemon of ``store``.
 
     It has `ended` when the daemon does not answer, or `close` was called. Its socket stays open beyond that, as long as
     chunks are lent: the daemon, which may only have been slow, takes its end for theirs, and uses their memory for
@@ -72,7 +75,6 @@ class Connection:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._sending = threading.Lock()
-        self._receiving = True
         self.ended = False
         try:
             sock = address.connect(store, deadline)
@@ -81,8 +83,8 @@ class Connection:
         sock.settimeout(None)
         address.send_timeout(sock, deadline)
         self._wire: Wire[m.Reply] = Wire(sock, m.REPLIES)
-        self._thread = threading.Thread(target=self._receive, name="blendkv-daemon-client", daemon=True)
-        self._thread.start()
+        self._receiver = Receiver(self._wire, self._take, self._loading, self.close)
+        self._receiver.start()
         try:
             reply, fds = self.ask_any(m.Hello(m.PROTOCOL, client, os.getpid()), limit=deadline)
             if not isinstance(reply, m.Welcome) or len(fds) != 1:
@@ -129,7 +131,7 @@ class Connection:
         number, call = self._begin(request, fds)
         begun = time.monotonic()
         pace = self.deadline / 2 if limit is not None else max(self.deadline / 2, _UNHURRIED)
-        while not call.done.wait(pace):
+        while not self._receiver.wait(call, pace):
             if not self._alive(pace):
                 self.close()
             elif limit is not None and time.monotonic() - begun > limit:
@@ -137,7 +139,7 @@ class Connection:
                     late = self._calls.pop(number, None) is not None
                 if late:
                     raise DownError(f"the daemon lives, but {type(request).__name__} took longer than {limit:g} s")
-                call.done.wait()  # it has come just now
+                # Else it is being taken just now, and the next turn finds it.
         if call.reply is None:
             raise DownError(_GONE)
         if isinstance(call.reply, m.Fault):
@@ -148,6 +150,12 @@ class Connection:
     def loan(self, number: int) -> Loan:
         """The loan of a `Lent` reply."""
         return self._loans[number]
+
+    def expect(self, loan: Loan, layers: int) -> None:
+        """A loan is of a chunk of ``layers`` layers; those that are not there are taken as they come."""
+        loan.layers = layers
+        if loan.coming:
+            self._receiver.stir()
 
     @property
     def lends(self) -> bool:
@@ -174,7 +182,8 @@ class Connection:
         for loan in loans:
             loan.lose(_GONE)
         for call in calls.values():
-            call.done.set()
+            call.finish()
+        self._receiver.rouse()
         if not loans:
             self._hang_up()
 
@@ -182,7 +191,7 @@ class Connection:
         """End the connection itself; who is the last to use the socket closes it."""
         self._wire.end()
         with self._sending:
-            if not self._receiving:
+            if self._receiver.done:
                 self._wire.close()
 
     def _begin(self, request: m.Request, fds: Sequence[int]) -> tuple[int, _Call]:
@@ -204,16 +213,11 @@ class Connection:
             _, call = self._begin(m.Ping(), ())
         except DownError:
             return False
-        return call.done.wait(seconds or self.deadline / 2) and call.reply is not None
+        return self._receiver.wait(call, seconds or self.deadline / 2) and call.reply is not None
 
-    def _receive(self) -> None:
-        try:
-            with suppress(WireError):
-                while True:
-                    self._take(*self._wire.receive())
-        finally:
-            self._receiving = False
-            self.close()
+    def _loading(self) -> bool:
+        with self._lock:
+            return any(loan.coming for loan in self._loans.values())
 
     def _take(self, number: int, reply: m.Reply, fds: list[int]) -> None:
         if isinstance(reply, m.Ready | m.Lost):
@@ -228,14 +232,16 @@ class Connection:
         with self._lock:
             call = self._calls.pop(number, None)
             if isinstance(reply, m.Lent):  # known before anything more is told of it
-                self._loans[reply.loan] = Loan(reply.loan, reply.ready, self._alive, self.deadline / 2)
+                self._loans[reply.loan] = Loan(
+                    reply.loan, reply.ready, self._receiver.wait, self._alive, self.deadline / 2
+                )
         if call is None:  # its caller has given up
             close_all(fds)
             if isinstance(reply, m.Lent):
                 self.release([reply.loan])
             return
         call.reply, call.fds = reply, fds
-        call.done.set()
+        call.finish()
 
 
 def _error(fault: m.Fault) -> StoreError | errors.InputError:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from blendkv.daemon.arena import Slab
@@ -53,20 +54,17 @@ class Image(Filed):
         return self.ready == self.layers
 
     @classmethod
-    def received(cls, key: str, parcel: Parcel) -> Image:
-        """The image that a client has sent; every byte is checked.
+    def received(cls, key: str, place: Slab | Parcel) -> Image:
+        """The image that a client has sent, in memory that it cannot change; every byte is checked.
 
         Raises
         ------
         InputError
             If it is not a whole chunk file of that key.
         """
-        try:
-            chunk = FileChunk.parse(key, parcel.view())
-        except (DamagedChunkError, ValueError) as error:
-            reason = error.reason if isinstance(error, DamagedChunkError) else error
-            raise InputError(f"what was put under {key[:12]} is not the file of that chunk ({reason})") from error
-        return cls(key, chunk.header, chunk.token_ids, parcel, chunk.layers)
+        with refused(key):
+            chunk = FileChunk.parse(key, place.view())
+        return cls(key, chunk.header, chunk.token_ids, place, chunk.layers)
 
     def moved(self, slab: Slab) -> Image:
         """A copy in the arena."""
@@ -100,6 +98,16 @@ class Image(Filed):
                 self._listeners.clear()
         for listener in listeners:
             listener(self)
+
+
+@contextmanager
+def refused(key: str) -> Iterator[None]:
+    """Damage in what a client has sent is the client's fault: an `InputError`."""
+    try:
+        yield
+    except (DamagedChunkError, ValueError) as error:
+        reason = error.reason if isinstance(error, DamagedChunkError) else error
+        raise InputError(f"what was put under {key[:12]} is not the file of that chunk ({reason})") from error
 
 
 def head_of(data: memoryview, size: int, key: str) -> bytes:

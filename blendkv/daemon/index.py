@@ -24,18 +24,18 @@ class RemoteIndex:
         # Another daemon counts anew: its numbers must not look like those of the one before.
         return hash((connection.number, connection.ask(m.IndexVersion(), m.Number).value))
 
-    def count(self) -> int:
+    def count(self, tenant: str | None = None) -> int:
         """Number of chunks."""
-        return self._link.connection().ask(m.IndexCount(), m.Number).value
+        return self._link.connection().ask(m.IndexCount(tenant), m.Number).value
 
-    def keys(self) -> set[str]:
+    def keys(self, *, tenant: str | None = None) -> set[str]:
         """The keys of all chunks."""
-        data = self._link.connection().ask(m.IndexKeys(), m.Blob).data
+        data = self._link.connection().ask(m.IndexKeys(tenant), m.Blob).data
         return {data[place : place + 32].hex() for place in range(0, len(data), 32)}
 
-    def changed_since(self, tick: int) -> list[tuple[str, int, int]]:
+    def changed_since(self, tick: int, tenant: str | None = None) -> list[tuple[str, int, int]]:
         """(key, bytes of the file, tick) of what was added or used after ``tick``, oldest first; ticks start at 1."""
-        rows = self._link.connection().ask(m.IndexChanged(tick), m.Changes).rows
+        rows = self._link.connection().ask(m.IndexChanged(tick, tenant), m.Changes).rows
         return [(key.hex(), size, at) for key, size, at in rows]
 
     def entries(self, keys: Sequence[str]) -> list[IndexEntry]:

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from blendkv.daemon.connection import Connection, DownError
@@ -41,6 +42,7 @@ class Link:
         self._deadline = deadline
         self._current: Connection | None = None
         self._over: deque[tuple[Connection, int]] = deque()
+        self._watcher: Callable[[Connection], None] = lambda connection: None
         self._wake = threading.Event()
         self._ending = threading.Event()
         self._lending: set[Connection] = set()  # those that have ended, and still lend
@@ -78,6 +80,13 @@ class Link:
             left = end - time.monotonic()
             if left <= 0 or self._ending.wait(min(left, _TICK)):
                 raise DownError(self._reason)
+
+    def watch(self, watcher: Callable[[Connection], None]) -> None:
+        """Call ``watcher`` with the connection that there is, and with every one that is made later."""
+        self._watcher = watcher
+        current = self._current
+        if current is not None:
+            watcher(current)
 
     def over(self, connection: Connection, loan: int) -> None:
         """A loan is over; the daemon is told soon. Safe in a finaliser: it takes no lock."""
@@ -117,10 +126,11 @@ class Link:
         """Try to connect; return whether it worked."""
         self._retire()
         try:
-            self._current = self._connect()
+            self._current = found = self._connect()
         except BlendKVError as error:
             self._note(error)
             return False
+        self._watcher(found)
         self.reconnects += 1
         self._told = False
         _log.warning("the daemon of %s answers again", self.store)

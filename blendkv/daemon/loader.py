@@ -6,6 +6,7 @@ import itertools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from blendkv.daemon.images import Image, LayerSource
@@ -18,12 +19,22 @@ _log = logging.getLogger(__name__)
 
 
 class Load:
-    """One chunk on its way; ``done`` is called at the end, with the error if there was one."""
+    """One chunk on its way; ``done`` is called at the end, with the error if there was one.
 
-    def __init__(self, image: Image, source: LayerSource, done: Callable[[Image, BlendKVError | None], None]) -> None:
+    ``on_layer`` hears how many seconds each layer took to come.
+    """
+
+    def __init__(
+        self,
+        image: Image,
+        source: LayerSource,
+        done: Callable[[Image, BlendKVError | None], None],
+        on_layer: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
         self.image = image
         self.source = source
         self._done = done
+        self._on_layer = on_layer
 
     def run(self) -> None:
         """Fill the image; never raises."""
@@ -31,7 +42,9 @@ class Load:
         file = self.image.file()
         try:
             for index in range(self.image.layers):
+                begun = time.perf_counter()
                 self.source.fill(index, file)
+                self._on_layer(time.perf_counter() - begun)
                 if index + 1 < self.image.layers:
                     self.image.advance()
         except BlendKVError as failure:

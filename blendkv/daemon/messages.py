@@ -11,14 +11,17 @@ import msgspec
 
 from blendkv.store.reports import ChunkInfo, GcReport, RepairReport, StoreStat, VerifyReport
 
-PROTOCOL = 1
+PROTOCOL = 3
 """Raised with every change that an older peer would misread."""
 MOST_KEYS = 4096
 """Keys in one message."""
+MOST_BUFFER = 256 << 20
+"""Bytes of a connection's put buffer."""
 
 Key: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Keys: TypeAlias = Annotated[list[Key], msgspec.Meta(max_length=MOST_KEYS)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
+Tag: TypeAlias = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$")]
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -66,6 +69,20 @@ class Put(Message):
     """Keep the chunk file in the sealed memory whose descriptor comes along. Reply: `Done`, when it is on disk."""
 
     key: Key
+
+
+class PutBuffer(Message):
+    """Puts come in the memory whose descriptor comes along, in place of what was so before. Reply: `Done`."""
+
+
+class PutFrom(Message):
+    """Keep the chunk file in the first ``size`` bytes of the put buffer. Reply: `Done`, when it is on disk.
+
+    The buffer must not change until then: what was altered meanwhile is refused.
+    """
+
+    key: Key
+    size: Natural
 
 
 class Prefetch(Message):
@@ -126,17 +143,22 @@ class IndexVersion(Message):
 
 
 class IndexCount(Message):
-    """Reply: `Number`."""
+    """Chunks of all, or of a tenant. Reply: `Number`."""
+
+    tenant: Tag | None = None
 
 
 class IndexKeys(Message):
-    """Reply: `Blob`, the keys one behind the other."""
+    """Reply: `Blob`, the keys one behind the other, of all chunks or of a tenant's."""
+
+    tenant: Tag | None = None
 
 
 class IndexChanged(Message):
-    """Chunks added or used after a tick. Reply: `Changes`."""
+    """Chunks added or used after a tick, all or a tenant's. Reply: `Changes`."""
 
     tick: Natural
+    tenant: Tag | None = None
 
 
 class IndexEntries(Message):
@@ -270,8 +292,8 @@ class Lost(Message):
 
 
 Request: TypeAlias = (
-    Hello | Ping | Lookup | TokenIdsOf | Get | Release | Put | Prefetch | Cancel | Discard | Remove | Pin
-    | List | Stat | Verify | Collect | DropPageCache | IndexVersion | IndexCount | IndexKeys | IndexChanged
+    Hello | Ping | Lookup | TokenIdsOf | Get | Release | Put | PutBuffer | PutFrom | Prefetch | Cancel | Discard | Remove
+    | Pin | List | Stat | Verify | Collect | DropPageCache | IndexVersion | IndexCount | IndexKeys | IndexChanged
     | IndexEntries
 )  # fmt: skip
 Reply: TypeAlias = (

@@ -13,7 +13,13 @@ from blendkv.store.tiered import KVStore
 _log = logging.getLogger(__name__)
 
 
-def open_store(path: Path | str, memory_bytes: int, disk_bytes: int | None = None, deadline: float = DEADLINE) -> Store:
+def open_store(
+    path: Path | str,
+    memory_bytes: int,
+    disk_bytes: int | None = None,
+    deadline: float = DEADLINE,
+    encrypt: bool | None = None,
+) -> Store:
     """Open the store at ``path``: by its daemon if one listens there, else in this process.
 
     A daemon that listens and does not answer is waited for by nobody: it serves as soon as it does.
@@ -26,6 +32,8 @@ def open_store(path: Path | str, memory_bytes: int, disk_bytes: int | None = Non
         Limits in bytes for a store in this process; a daemon has limits of its own.
     deadline
         Seconds in which a daemon must show that it lives.
+    encrypt
+        As for `KVStore.open`; a daemon has opened its store already.
 
     Raises
     ------
@@ -36,7 +44,9 @@ def open_store(path: Path | str, memory_bytes: int, disk_bytes: int | None = Non
     if address.listens(root):
         if disk_bytes is not None:
             _log.warning("the store %s belongs to a daemon, whose own limit holds: --disk is not used", root)
+        if encrypt:
+            _log.warning("the store %s belongs to a daemon, which decides on encryption: --encrypt is not used", root)
         return DaemonStore(root, deadline)
     if address.socket_path(root).exists():
         _log.warning("no daemon listens at %s any more: the store is opened in this process", root)
-    return KVStore.open(root, memory_bytes=memory_bytes, disk_bytes=disk_bytes)
+    return KVStore.open(root, memory_bytes=memory_bytes, disk_bytes=disk_bytes, encrypt=encrypt)

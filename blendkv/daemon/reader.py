@@ -23,6 +23,7 @@ class LentReader(Filed):
         self.token_ids = token_ids
         self._file = file
         self._loan = loan
+        self._codec = CODECS.get(header.recipe.codec)
         self._cuts: list[dict[str, torch.Tensor]] | None = None
         self._looked = False
 
@@ -36,17 +37,25 @@ class LentReader(Filed):
         IndexError
             If there is no such layer.
         """
-        from blendkv.store.tensors import cut_layers, decode_layer
-
-        spans = self.header.layer(index)
+        if not 0 <= index < self.header.layers:
+            raise IndexError(f"layer {index} of a chunk KV with {self.header.layers} layers")
         if index >= self._loan.ready:
             self._loan.wait_for(self.key, index)
         if not self._looked:
+            from blendkv.store.tensors import cut_layers
+
             self._cuts, self._looked = cut_layers(self._file, self.header), True
         if self._cuts is None:
-            parts = {p: (span, self._file[span.start : span.start + span.size]) for p, span in spans.items()}
-            return decode_layer(self.recipe, parts)
-        return CODECS.get(self.recipe.codec).decode(self._cuts[index], self.recipe.dtype)
+            return self._decoded(index)
+        return self._codec.decode(self._cuts[index], self.header.recipe.dtype)
+
+    def _decoded(self, index: int) -> Layer:
+        """The layer by itself, of a file whose layers cannot be cut together."""
+        from blendkv.store.tensors import decode_layer
+
+        spans = self.header.layer(index)
+        parts = {p: (span, self._file[span.start : span.start + span.size]) for p, span in spans.items()}
+        return decode_layer(self.recipe, parts)
 
 
 class LoadingLentReader(LentReader):

@@ -18,6 +18,7 @@ from blendkv.daemon import messages as m
 from blendkv.daemon.session import Session
 from blendkv.daemon.store import ImageStore, raise_file_limit
 from blendkv.daemon.wire import Wire
+from blendkv.store.quotas import Quotas
 from blendkv.store.remote import open_remote
 
 _POOL_THREADS, _WRITER_THREADS = 8, 4
@@ -42,11 +43,15 @@ class Daemon:
         File mode of the socket: who may connect.
     remotes, namespace
         URLs of remote tiers, fastest first, and whose chunks are seen there; see `blendkv.store.remote.open_remote`.
+    quotas
+        Bytes that each tenant may have in memory, and on disk; none by default.
+    encrypt
+        Whether what is on disk is encrypted, with the key in ``BLENDKV_ENCRYPTION_KEY``; by default as the store is.
 
     Raises
     ------
     InputError
-        If another daemon runs for this store, or an argument cannot be used.
+        If another daemon runs for this store, an argument cannot be used, or the store's key is missing or another one.
     StoreMismatchError, StoreError
         If the store cannot be opened, or the socket not be made.
     """
@@ -60,13 +65,15 @@ class Daemon:
         mode: int = 0o600,
         remotes: Sequence[str] = (),
         namespace: str = "default",
+        quotas: Quotas | None = None,
+        encrypt: bool | None = None,
     ) -> None:
         raise_file_limit()
         with ExitStack() as opened:
             tiers = [open_remote(url, namespace=namespace) for url in remotes]
             for tier in tiers:
                 opened.callback(tier.close)
-            self.store = ImageStore(root, memory_bytes, disk_bytes, policy, tiers)
+            self.store = ImageStore(root, memory_bytes, disk_bytes, policy, tiers, quotas, encrypt)
             opened.callback(self.store.close)
             opened.enter_context(address.ownership(root))
             self._socket = address.listen(root, mode)

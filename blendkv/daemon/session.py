@@ -17,10 +17,10 @@ from blendkv import __version__
 from blendkv.daemon import messages as m
 from blendkv.daemon.arena import Slab
 from blendkv.daemon.images import Image
-from blendkv.daemon.shm import Parcel
+from blendkv.daemon.shm import Buffer, Parcel
 from blendkv.daemon.store import ImageStore, Lending
 from blendkv.daemon.wire import Wire, WireError, close_all
-from blendkv.errors import BlendKVError, StoreError
+from blendkv.errors import BlendKVError, InputError, StoreError
 from blendkv.store.chunkfile import recipe_to_json, token_ids_digest
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class Session:
         self._writers = writers
         self._loans: dict[int, Lending] = {}
         self._next = 1
+        self._buffer: Buffer | None = None
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._closed = self._over = False
@@ -126,7 +127,17 @@ class Session:
             owned = _OwnedFd(fds[0])
             self._writers.submit(self._answer, number, lambda: self._put(request, owned))
             return
+        if isinstance(request, m.PutBuffer):
+            if len(fds) != 1:
+                close_all(fds)
+                raise WireError("a put buffer has no descriptor")
+            self._answer(number, lambda: self._take_buffer(fds[0]))
+            return
         close_all(fds)
+        if isinstance(request, m.PutFrom):
+            buffer = self._buffer  # the one that there is now, whatever comes while the put waits
+            self._writers.submit(self._answer, number, lambda: self._put_from(request, buffer))
+            return
         if isinstance(request, m.Get):
             # What is not in memory may take a while, and pings must not wait for it.
             lent = self._store.lend_from_memory(request.key.hex())
@@ -176,6 +187,18 @@ class Session:
 
     def _put(self, request: m.Put, fd: _OwnedFd) -> Answer:
         self._store.put(Image.received(request.key.hex(), Parcel.received(fd.take())))
+        return m.Done()
+
+    def _take_buffer(self, fd: int) -> Answer:
+        self._buffer = None
+        self._buffer = Buffer.received(fd, m.MOST_BUFFER)
+        return m.Done()
+
+    def _put_from(self, request: m.PutFrom, buffer: Buffer | None) -> Answer:
+        size = 0 if buffer is None else buffer.size
+        if buffer is None or not 0 < request.size <= size:
+            raise InputError(f"a put of {request.size} bytes from a buffer of {size}; offer a buffer that holds it")
+        self._store.put(self._store.receive(request.key.hex(), buffer.view()[: request.size]))
         return m.Done()
 
     def _get(self, number: int, request: m.Get) -> Answer:
@@ -259,12 +282,12 @@ class Session:
             ]
         )
 
-    def _keys(self, _: m.IndexKeys) -> Answer:
-        keys = self._store.index.keys()
+    def _keys(self, request: m.IndexKeys) -> Answer:
+        keys = self._store.index.keys(tenant=request.tenant)
         return m.Blob(b"".join(bytes.fromhex(key) for key in keys))
 
     def _changed(self, request: m.IndexChanged) -> Answer:
-        rows = self._store.index.changed_since(request.tick)
+        rows = self._store.index.changed_since(request.tick, request.tenant)
         return m.Changes([(bytes.fromhex(key), size, tick) for key, size, tick in rows])
 
 
@@ -275,7 +298,7 @@ _QUICK: dict[type, Callable[..., Answer]] = {
     m.Release: Session._release,
     m.Cancel: lambda session, request: m.Number(session._store.cancel([key.hex() for key in request.keys])),
     m.IndexVersion: lambda session, request: m.Number(session._store.index.version()),
-    m.IndexCount: lambda session, request: m.Number(session._store.index.count()),
+    m.IndexCount: lambda session, request: m.Number(session._store.index.count(request.tenant)),
     m.Stat: lambda session, request: session._daemon.stats(),
 }
 _SLOW: dict[type, Callable[..., Answer]] = {

@@ -95,3 +95,49 @@ class Parcel:
     def close(self) -> None:
         """Close the descriptor."""
         self._closer()
+
+
+class Buffer:
+    """Memory that two processes map, one to write and one to read, again and again. Its size cannot change.
+
+    What is read from it may change at any moment: copy it first, then look at the copy.
+    """
+
+    def __init__(self, fd: int, size: int, mapped: mmap.mmap) -> None:
+        self.fd = fd
+        self.size = size
+        self._map = memoryview(mapped)
+        self._closer = weakref.finalize(self, os.close, fd)
+
+    @classmethod
+    def create(cls, size: int) -> Buffer:
+        """Memory of ``size`` bytes, 1 or more, to write; `StoreError` if there is none."""
+        fd = new_memory("blendkv-put", size)
+        return cls(fd, size, mmap.mmap(fd, size))
+
+    @classmethod
+    def received(cls, fd: int, most: int) -> Buffer:
+        """Take over a descriptor from another process, to read; closes it if it is refused.
+
+        Raises
+        ------
+        StoreError
+            If it is not memory whose size is fixed (a page that goes would end this process), or has not 1 to ``most``
+            bytes.
+        """
+        try:
+            seals, size = fcntl.fcntl(fd, fcntl.F_GET_SEALS), os.fstat(fd).st_size
+            if seals & _SIZED != _SIZED:
+                raise StoreError("the size of the shared memory can change; seal it before it is handed over")
+            if not 0 < size <= most:
+                raise StoreError(f"shared memory of {size} bytes; 1 to {most} are allowed")
+            return cls(fd, size, mmap.mmap(fd, size, access=mmap.ACCESS_READ))
+        except BaseException as error:
+            os.close(fd)
+            if isinstance(error, OSError):
+                raise StoreError(f"the descriptor is not shared memory ({error.strerror})") from error
+            raise
+
+    def view(self) -> memoryview:
+        """Its bytes."""
+        return self._map

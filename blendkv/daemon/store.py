@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from blendkv.daemon.arena import Arena, Slab
-from blendkv.daemon.images import Image
+from blendkv.daemon.arena import Arena, Slab, held_bytes
+from blendkv.daemon.images import Image, head_of, refused
 from blendkv.daemon.loader import URGENT, Load, Loader
+from blendkv.daemon.shm import Parcel
 from blendkv.errors import BlendKVError, DamagedChunkError, StoreFullError
+from blendkv.store.chunkfile import copy_bytes, parse_header
 from blendkv.store.core import TieredStore
-from blendkv.store.disk import DiskReader
+from blendkv.store.filereader import DiskReader, FileReader
 from blendkv.store.guard import GuardedTier
 from blendkv.store.index import Index
 from blendkv.store.memory import MemoryTier
 from blendkv.store.opening import open_disk
 from blendkv.store.policy import POLICIES, disk_policy
+from blendkv.store.quotas import Quotas
 from blendkv.store.remote_reader import RemoteReader
 from blendkv.store.remotes import Remotes
 
@@ -46,6 +51,10 @@ class ImageStore(TieredStore[Image]):
         Name of the eviction policy of both tiers.
     remotes
         Remote tiers, fastest first; closed with the store.
+    quotas
+        Bytes that each tenant may have in memory, and on disk.
+    encrypt
+        Whether what is on disk is encrypted; by default as the store is.
 
     Raises
     ------
@@ -60,14 +69,17 @@ class ImageStore(TieredStore[Image]):
         disk_bytes: int | None = None,
         policy: str = "lru",
         remotes: Sequence[GuardedTier] = (),
+        quotas: Quotas | None = None,
+        encrypt: bool | None = None,
     ) -> None:
-        disk, repair = open_disk(root, disk_bytes, disk_policy(policy), Image.file)
+        disk, repair = open_disk(root, disk_bytes, disk_policy(policy), Image.file, quotas, encrypt)
         self.arena = Arena(memory_bytes)
         super().__init__(
-            MemoryTier(self.arena.size, POLICIES.get(policy)(), _held),
+            MemoryTier(self.arena.size, POLICIES.get(policy)(), _held, quotas),
             disk,
             repair,
             Remotes(remotes, Image.file) if remotes else None,
+            quotas,
         )
         self._files = disk
         self._loader = Loader()
@@ -93,7 +105,8 @@ class ImageStore(TieredStore[Image]):
     def lend_from_memory(self, key: str) -> Lending | None:
         """Lend the chunk if it is in memory, or on its way there; never waits."""
         self._check_open()
-        image = self._memory.use(key)
+        with self._timings.timed("memory get"):
+            image = self._memory.use(key)
         if image is None:
             return None
         self._count("memory hits")
@@ -105,6 +118,30 @@ class ImageStore(TieredStore[Image]):
     def take_back(self, loan: Lending) -> None:
         """A loan is over."""
         self._memory.release(loan.image.key)
+
+    def receive(self, key: str, sent: memoryview) -> Image:
+        """A copy of the chunk file that a client has ``sent``, in memory if there is room; every byte is checked.
+
+        What was sent may change meanwhile: it is copied first, and the copy is checked.
+
+        Raises
+        ------
+        InputError
+            If it is not a whole chunk file of that key.
+        """
+        self._check_open()
+        place: Slab | Parcel | None = None
+        if not self._memory.contains(key):
+            with refused(key), suppress(StoreFullError):  # which shows, and is counted, when it is put
+                head = head_of(sent, sent.nbytes, key)
+                place = self._room(sent.nbytes, parse_header(head, sent.nbytes, key).recipe.tenant)
+        if place is None:
+            parcel = place = Parcel.create(sent.nbytes)
+            with parcel.writable() as file:
+                copy_bytes(file, sent)
+        else:
+            copy_bytes(place.view(), sent)
+        return Image.received(key, place)
 
     def prefetch(self, keys: Sequence[str], priority: int) -> int:
         """Bring chunks to memory in the background; return how many are there or come."""
@@ -126,12 +163,18 @@ class ImageStore(TieredStore[Image]):
     def _hold(self, kv: Image) -> Image:
         """Copy what a client has sent into the arena; `StoreFullError` if there is no room."""
         held = self._memory.get(kv.key)
-        if held is not None:  # one that is still being filled must not be written to disk
-            return held if held.whole else kv
-        return self._memory.place(kv.moved(self._room(kv.header.file_bytes)))
+        if held is None:
+            there = isinstance(kv.place, Slab)
+            moved = kv if there else kv.moved(self._room(kv.header.file_bytes, kv.recipe.tenant))
+            held = self._memory.place(moved)
+        return held if held.whole else kv  # one that is still being filled must not be written to disk
 
-    def _room(self, size: int) -> Slab:
-        """A slab, with the chunks evicted that it takes; gaps may ask for more of them than their bytes do."""
+    def _room(self, size: int, tenant: str) -> Slab:
+        """A slab, with the chunks evicted that it takes; gaps may ask for more of them than their bytes do.
+
+        The tenant's own go first, as far as its quota asks for it: a tenant over its quota evicts nobody else's.
+        """
+        self._memory.keep_quota(tenant, held_bytes(size))
         while (slab := self.arena.allocate(size)) is None:
             if size > self.arena.size or not self._memory.evict(size):
                 raise StoreFullError(
@@ -145,9 +188,10 @@ class ImageStore(TieredStore[Image]):
         if reader is None:
             return None
         try:
-            slab = self._room(reader.header.file_bytes)
+            slab = self._room(reader.header.file_bytes, reader.recipe.tenant)
         except StoreFullError:
             self._count("not in memory")
+            # A client reads a plain file by itself. What is sealed only the daemon can open, so there it is a miss.
             return reader if lend and isinstance(reader, DiskReader) else None
         try:
             reader.fill_head(slab.view())
@@ -158,17 +202,21 @@ class ImageStore(TieredStore[Image]):
         held = self._memory.hold(image)
         lending = Lending(held, reader.tier)
         if held is image:
-            remote = isinstance(reader, RemoteReader)
-            self._loader.submit(Load(image, reader, self._come if remote else self._loaded), priority)
+            if isinstance(reader, RemoteReader):  # whose calls are timed where they are made
+                load = Load(image, reader, self._come)
+            else:
+                load = Load(image, reader, self._loaded, partial(self._timings.add, "disk load"))
+            self._loader.submit(load, priority)
         else:
             reader.close()  # another client was faster
         if not lend:
             self.take_back(lending)
         return lending
 
-    def _open(self, key: str) -> DiskReader | RemoteReader | None:
+    def _open(self, key: str) -> FileReader | RemoteReader | None:
         try:
-            reader = self._files.get(key)
+            with self._timings.timed("disk get"):
+                reader = self._files.get(key)
         except DamagedChunkError as error:
             self._damaged(error)
             reader = None

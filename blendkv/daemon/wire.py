@@ -7,6 +7,7 @@ the message.
 
 from __future__ import annotations
 
+import array
 import os
 import socket
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ MOST_BYTES = 256 << 20
 """Bytes of the longest message."""
 MOST_FDS = 2
 _NUMBER = 8
+_FD_BYTES = array.array("i").itemsize
+_ROOM = socket.CMSG_SPACE((MOST_FDS + 1) * _FD_BYTES)  # for one too many, so that it shows
 
 Incoming = TypeVar("Incoming")
 
@@ -46,6 +49,7 @@ class Wire(Generic[Incoming]):
     def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[Incoming]) -> None:
         self.socket = sock
         self._decoder = decoder
+        self._packet = memoryview(bytearray(_NUMBER + PACKET))
 
     def send(self, number: int, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
         """Send one message.
@@ -63,8 +67,12 @@ class Wire(Generic[Incoming]):
                 view[:] = data
             parcel.seal()
             fds, data = [parcel.fd, *fds], b""
+        packet = number.to_bytes(_NUMBER, "little") + data
         try:
-            socket.send_fds(self.socket, [number.to_bytes(_NUMBER, "little"), data], list(fds))
+            if fds:
+                socket.send_fds(self.socket, [packet], list(fds))
+            else:
+                self.socket.send(packet)
         except OSError as error:
             raise WireError(f"the connection is broken ({error})") from error
         finally:
@@ -74,26 +82,36 @@ class Wire(Generic[Incoming]):
     def receive(self) -> tuple[int, Incoming, list[int]]:
         """Receive one message: its number, itself, and its descriptors, which are the caller's to close.
 
+        One thread at a time.
+
         Raises
         ------
         WireError
             If the peer is gone or what it sent is no message; nothing can be received after that.
         """
-        fds: list[int] = []
+        found = self._receive(0)
+        assert found is not None
+        return found
+
+    def receive_now(self) -> tuple[int, Incoming, list[int]] | None:
+        """`receive` what has come already; None if nothing has."""
+        return self._receive(socket.MSG_DONTWAIT)
+
+    def _receive(self, flags: int) -> tuple[int, Incoming, list[int]] | None:
         try:
-            try:
-                packet, fds, flags, _ = socket.recv_fds(
-                    self.socket, _NUMBER + PACKET, MOST_FDS + 1, socket.MSG_CMSG_CLOEXEC
-                )
-            except OSError as error:
-                raise WireError(f"the connection is broken ({error})") from error
-            if not packet:
+            size, ancillary, flags, _ = self.socket.recvmsg_into([self._packet], _ROOM, socket.MSG_CMSG_CLOEXEC | flags)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise WireError(f"the connection is broken ({error})") from error
+        fds = _descriptors(ancillary)
+        try:
+            if not size:
                 raise WireError("the peer has gone")
-            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(packet) < _NUMBER:
+            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or size < _NUMBER:
                 raise WireError("a packet has the wrong size")
-            number, data = int.from_bytes(packet[:_NUMBER], "little"), packet[_NUMBER:]
-            body: bytes | memoryview = data
-            if not data:
+            body = self._packet[_NUMBER:size]
+            if not body:
                 if not fds:
                     raise WireError("a packet has neither a message nor memory that holds one")
                 body = _in_memory(fds.pop(0))
@@ -104,7 +122,7 @@ class Wire(Generic[Incoming]):
         except BaseException:
             close_all(fds)
             raise
-        return number, message, fds
+        return int.from_bytes(self._packet[:_NUMBER], "little"), message, fds
 
     def end(self) -> None:
         """End the connection; who waits in `receive` wakes with an error. The socket is still to be closed."""
@@ -128,6 +146,14 @@ def close_all(fds: Sequence[int]) -> None:
     """Close descriptors that nobody wants."""
     for fd in fds:
         os.close(fd)
+
+
+def _descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % _FD_BYTES])
+    return list(fds)
 
 
 def _in_memory(fd: int) -> memoryview:

@@ -255,8 +255,15 @@ class Engine(Protocol):
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers."""
 
-    def library(self, store: Store, kind: RecipeKind, system_prefix: TokenIds, codec: str | None = None) -> Library:
-        """The chunk KVs of this engine in ``store``, of one recipe kind and codec behind one system prefix.
+    def library(
+        self,
+        store: Store,
+        kind: RecipeKind,
+        system_prefix: TokenIds,
+        codec: str | None = None,
+        tenant: str = "",
+    ) -> Library:
+        """The chunk KVs of this engine in ``store``, of one recipe kind, codec and tenant behind one system prefix.
 
         Raises
         ------

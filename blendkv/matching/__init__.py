@@ -8,5 +8,6 @@ from blendkv.matching.finder import ChunkFinder, FinderCounts
 from blendkv.matching.match import Match
 from blendkv.matching.records import EDGE, MIN_TOKENS
 from blendkv.matching.sliced import SlicedReader
+from blendkv.matching.tenants import TenantFinders
 
-__all__ = ["EDGE", "MIN_TOKENS", "ChunkFinder", "FinderCounts", "Match", "SlicedReader"]
+__all__ = ["EDGE", "MIN_TOKENS", "ChunkFinder", "FinderCounts", "Match", "SlicedReader", "TenantFinders"]

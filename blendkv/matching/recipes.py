@@ -30,18 +30,18 @@ class Allowed:
 
 
 class RecipeBook:
-    """The recipes of one model, dtype and codec whose chunk KVs may match, numbered in the order they came.
+    """The recipes of one model, dtype, codec and tenant whose chunk KVs may match, numbered in the order they came.
 
     Kind ``bos`` with the model's BOS before the chunk always may; kind ``system`` behind a prefix that is not empty
     may where the prompt begins with that prefix. Chunk KV of any other recipe saw tokens that the prompt does not have.
     """
 
-    def __init__(self, fingerprint: str, dtype: str, codec: str, bos_token_id: int | None) -> None:
+    def __init__(self, fingerprint: str, dtype: str, codec: str, bos_token_id: int | None, tenant: str = "") -> None:
         bos = () if bos_token_id is None else (bos_token_id,)
         self._fingerprint = fingerprint
-        self._bos = Recipe("bos", bos, dtype, codec)
-        self._dtype, self._codec = dtype, codec
-        self.start = Recipe("system", (), dtype)
+        self._bos = Recipe("bos", bos, dtype, codec, tenant)
+        self._dtype, self._codec, self._tenant = dtype, codec, tenant
+        self.start = Recipe("system", (), dtype, tenant=tenant)
         """The recipe of a system prefix itself, which is raw whatever the chunks are."""
         self.recipes: list[Recipe] = []
         self._numbers: dict[Recipe, int] = {}
@@ -92,6 +92,6 @@ class RecipeBook:
         return sorted(found, key=lambda number: -int(self._lengths[number]))
 
     def _allowed(self, recipe: Recipe) -> bool:
-        if (recipe.dtype, recipe.codec) != (self._dtype, self._codec):
+        if (recipe.dtype, recipe.codec, recipe.tenant) != (self._dtype, self._codec, self._tenant):
             return False
         return recipe == self._bos or (recipe.kind == "system" and len(recipe.prefix) > 0)

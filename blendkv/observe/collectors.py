@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from blendkv.observe.families import Sample, counter, filled, gauge
-from blendkv.observe.tiers import STORE, samples
+from blendkv.observe.families import Sample, counter, filled, gauge, histogram
+from blendkv.observe.tiers import STORE, distribution, samples
 
 if TYPE_CHECKING:
     from blendkv.store.reports import StoreStat
+    from blendkv.store.timing import Latency
     from blendkv.store.usage import CodecUse
 
 _VERDICTS = ("passed", "failed", "not_measured")
@@ -32,7 +33,13 @@ _FAMILIES = {
     "daemon_up": gauge("Whether the store's daemon answers; nothing for a store in this process.", "store"),
     "daemon_reconnects": counter("How often a daemon that was gone was found again.", "store"),
     "daemon_missed_calls": counter("Look-ups and other calls that found no daemon.", "store"),
+    "daemon_pin_failures": counter("How often a daemon's memory could not be page-locked for CUDA.", "store"),
 }  # fmt: skip
+
+
+_PROCESS = {
+    "codec_seconds": histogram("Seconds to encode and decode one layer of a chunk KV.", "codec", "operation"),
+}
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ class ClientFacts:
     up: bool
     reconnects: int
     missed: int
+    pin_failures: int
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,22 @@ class StoreCollector(Collector):
         return filled(_FAMILIES, (sample for name, facts in self._stores().items() for sample in _of(name, facts)))
 
 
+class CodecCollector(Collector):
+    """What codecs took in this process: ``timings`` by ``CODEC OPERATION``, read when the metrics are."""
+
+    def __init__(self, timings: Callable[[], Mapping[str, Latency]]) -> None:
+        self._timings = timings
+
+    def describe(self) -> Iterable[Metric]:
+        """The family, so that registering reads nothing."""
+        return filled(_PROCESS)
+
+    def collect(self) -> Iterable[Metric]:
+        """The family with what was measured so far."""
+        rows = self._timings().items()
+        return filled(_PROCESS, [("codec_seconds", tuple(name.split()), distribution(found)) for name, found in rows])
+
+
 class IncludedCollector(Collector):
     """Another registry, read when the metrics are."""
 
@@ -109,3 +133,4 @@ def _of(store: str, facts: StoreFacts) -> Iterable[Sample]:
         yield "daemon_up", (store,), float(facts.daemon.up)
         yield "daemon_reconnects", (store,), facts.daemon.reconnects
         yield "daemon_missed_calls", (store,), facts.daemon.missed
+        yield "daemon_pin_failures", (store,), facts.daemon.pin_failures

@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from blendkv.store.base import TierStat
     from blendkv.store.guard import RemoteStat
     from blendkv.store.reports import StoreStat
+    from blendkv.store.timing import Latency
     from blendkv.store.usage import CodecUse
 
 _DAMAGE = ("missing", "truncated", "checksum", "header", "mismatch", "unreadable")
-_REASONS = ("limit", "full")
+_REASONS = ("limit", "full", "quota")
+_REFUSALS = ("limit", "quota")
 _ALWAYS = (("head", "ok"), ("head", "miss"))
 """Calls that are shown before there are any, for the hit rate."""
 _STATES = ("closed", "open", "half_open")
@@ -28,7 +30,11 @@ STORE: dict[str, Family] = {
     "store_chunks": gauge("Chunk KVs by tier.", *_TIER),
     "store_pinned_chunks": gauge("Chunk KVs that are kept from eviction.", "store"),
     "store_lookups": counter("Look-ups by tier.", *_TIER, "result"),
+    "store_call_seconds": histogram(
+        "Seconds of a local tier's calls: look-ups (get), puts, and layers read from there (load).", *_TIER, "operation"
+    ),
     "store_evictions": counter("Evicted chunk KVs.", *_TIER, "reason"),
+    "store_refused": counter("Chunk KVs for which no room could be made.", *_TIER, "reason"),
     "store_damaged": counter("Chunk KVs that could not be read whole, dropped or not.", *_TIER),
     "store_discarded": counter("Damaged chunk KVs that were dropped.", "store", "kind"),
     "store_collisions": counter("Look-ups and puts whose key was there with other token ids.", "store"),
@@ -39,6 +45,7 @@ STORE: dict[str, Family] = {
     "store_pending_bytes": gauge(
         "Bytes of chunk KV that wait to be written: to disk (write), to remote tiers (upload).", "store", "queue"
     ),
+    "store_pending_chunks": gauge("How many chunk KVs these are.", "store", "queue"),
     "store_uploads": counter("Chunk KVs written to remote tiers (done), or not.", "store", "result"),
     "store_codec_chunks": gauge("Chunk KVs on disk by codec.", "store", "codec"),
     "store_codec_file_bytes": gauge("Bytes of their files; over those of K and V, the ratio.", "store", "codec"),
@@ -78,8 +85,12 @@ def _of_tier(tier: TierStat) -> Iterable[Sample]:
     yield "store_lookups", ("hit",), tier.hits
     yield "store_lookups", ("miss",), tier.misses
     yield "store_damaged", (), tier.damaged
+    for operation, latency in tier.latencies.items():
+        yield "store_call_seconds", (operation,), distribution(latency)
     for reason, count in {**dict.fromkeys(_REASONS, 0), **tier.evictions}.items():
         yield "store_evictions", (reason,), count
+    for reason, count in {**dict.fromkeys(_REFUSALS, 0), **tier.refused}.items():
+        yield "store_refused", (reason,), count
 
 
 def _of_store(stat: StoreStat) -> Iterable[Sample]:
@@ -93,8 +104,10 @@ def _of_store(stat: StoreStat) -> Iterable[Sample]:
     yield "store_failed_loads", (), stat.failed_loads
     yield "store_write_errors", (), stat.background_errors
     yield "store_pending_bytes", ("write",), stat.pending_bytes
+    yield "store_pending_chunks", ("write",), stat.pending_chunks
     if stat.remotes:
         yield "store_pending_bytes", ("upload",), stat.upload_pending_bytes
+        yield "store_pending_chunks", ("upload",), stat.upload_pending_chunks
         yield "store_uploads", ("done",), stat.uploaded
         yield "store_uploads", ("not_done",), stat.not_uploaded
 
@@ -104,8 +117,7 @@ def _of_remote(remote: RemoteStat) -> Iterable[Sample]:
     for (operation, outcome), count in {**dict.fromkeys(_ALWAYS, 0), **remote.calls}.items():
         yield "remote_calls", (operation, outcome), count
     for operation, latency in remote.latencies.items():
-        buckets = [(floatToGoString(bound), count) for bound, count in latency.cumulative]
-        yield "remote_call_seconds", (operation,), Distribution(buckets, latency.seconds)
+        yield "remote_call_seconds", (operation,), distribution(latency)
     for state in _STATES:
         yield "remote_circuit", (state,), float(state == remote.state)
     yield "remote_openings", (), remote.openings
@@ -115,6 +127,11 @@ def _of_remote(remote: RemoteStat) -> Iterable[Sample]:
     yield "remote_bytes", ("written", "stored"), traffic.stored_written
     yield "remote_bytes", ("read", "raw"), traffic.raw_read
     yield "remote_bytes", ("read", "stored"), traffic.stored_read
+
+
+def distribution(latency: Latency) -> Distribution:
+    """A histogram's value as Prometheus wants it."""
+    return Distribution([(floatToGoString(bound), count) for bound, count in latency.cumulative], latency.seconds)
 
 
 def _bounded(discarded: Mapping[str, int]) -> dict[str, int]:

@@ -6,6 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, runtime_checkable
 
+from blendkv.store.timing import Latency
 from blendkv.types import Recipe, TokenIds
 
 if TYPE_CHECKING:
@@ -93,8 +94,10 @@ class ClosableReader(LoadingReader, Protocol):
 class TierStat:
     """What a tier holds and did. ``bytes`` and ``limit`` are in bytes; a ``limit`` of None means no limit.
 
-    ``evictions`` counts by reason: ``limit`` (the byte limit), ``full`` (the device had no space left).
-    ``damaged`` counts chunks of this tier that were found damaged.
+    ``evictions`` counts by reason: ``limit`` (the byte limit), ``full`` (the device had no space left), ``quota`` (the
+    tenant's). ``refused`` counts chunks for which no room could be made, by the same reasons. ``damaged`` counts chunks
+    of this tier that were found damaged. ``latencies`` are those of its calls by operation: ``get`` (a look-up),
+    ``put``, and ``load`` (one layer read from there).
     """
 
     name: str
@@ -105,6 +108,8 @@ class TierStat:
     misses: int = 0
     evictions: Mapping[str, int] = field(default_factory=dict)
     damaged: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
+    latencies: Mapping[str, Latency] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -120,19 +125,20 @@ class IndexEntry:
 class IndexReader(Protocol):
     """The index of a store as those read it who look for chunks by their content.
 
-    All calls see what every process has committed, and raise `StoreError` if the index cannot be read.
+    All calls see what every process has committed, and raise `StoreError` if the index cannot be read. With ``tenant``,
+    a tag that may be empty, they look at that tenant's chunks only: others cost nothing.
     """
 
     def version(self) -> int:
         """A number that differs from the last one if any chunk was added, removed, pinned or noted as used since."""
 
-    def count(self) -> int:
+    def count(self, tenant: str | None = None) -> int:
         """Number of chunks."""
 
-    def keys(self) -> set[str]:
+    def keys(self, *, tenant: str | None = None) -> set[str]:
         """The keys of all chunks."""
 
-    def changed_since(self, tick: int) -> list[tuple[str, int, int]]:
+    def changed_since(self, tick: int, tenant: str | None = None) -> list[tuple[str, int, int]]:
         """(key, bytes of the file, tick) of what was added or used after ``tick``, oldest first; ticks start at 1."""
 
     def entries(self, keys: Sequence[str]) -> list[IndexEntry]:

@@ -132,8 +132,11 @@ class Header:
 
 
 def recipe_to_json(recipe: Recipe) -> str:
-    """Return the recipe as a JSON object."""
-    return json.dumps(asdict(recipe))
+    """Return the recipe as a JSON object; without a tenant, as it was before there were any."""
+    fields = asdict(recipe)
+    if not recipe.tenant:
+        del fields["tenant"]
+    return json.dumps(fields)
 
 
 def recipe_from_json(text: str) -> Recipe:

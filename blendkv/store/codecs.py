@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from blendkv.errors import InputError
 from blendkv.registry import Registry
+from blendkv.store.timing import CODEC_TIMINGS
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +112,8 @@ class _EncodedCodec:
 
         for tensor in (k, v):
             _demand(self.name, self.refuses(tensor.shape[-1]), tensor.shape[-1])
-        (k_data, k_scale), (v_data, v_scale) = (coding.encode(t, self.name) for t in (k, v))
+        with CODEC_TIMINGS.timed(f"{self.name} encode"):
+            (k_data, k_scale), (v_data, v_scale) = (coding.encode(t, self.name) for t in (k, v))
         return {"k": k_data, "k_scale": k_scale, "v": v_data, "v_scale": v_scale}
 
     def encoded(self, parts: Mapping[str, torch.Tensor]) -> tuple[Encoded, Encoded]:
@@ -125,7 +127,8 @@ class _EncodedCodec:
         """See `Codec.decode`."""
         from blendkv.store import coding
 
-        return coding.decode(*self.encoded(parts), dtype)
+        with CODEC_TIMINGS.timed(f"{self.name} decode"):
+            return coding.decode(*self.encoded(parts), dtype)
 
 
 class ScaledCodec(_EncodedCodec):

@@ -6,7 +6,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +19,12 @@ from blendkv.errors import DamagedChunkError, InputError, StoreError, StoreFullE
 from blendkv.store.base import Chunk, HeldChunk, IndexReader, Tier, TierStat
 from blendkv.store.disk import DiskTier, same_chunk
 from blendkv.store.memory import MemoryTier
+from blendkv.store.quotas import Quotas
 from blendkv.store.remote_reader import RemoteReader
 from blendkv.store.remotes import Remotes
 from blendkv.store.repair import sweep
-from blendkv.store.reports import ChunkInfo, GcReport, RepairReport, StoreStat, VerifyReport
+from blendkv.store.reports import ChunkInfo, GcReport, RepairReport, StoreStat, TenantUse, VerifyReport
+from blendkv.store.timing import Latency, Timings
 from blendkv.store.writer import BackgroundWriter
 from blendkv.types import TokenIds
 
@@ -48,14 +50,17 @@ class TieredStore(ABC, Generic[HeldChunk]):
         disk: DiskTier[HeldChunk] | None,
         repair: RepairReport,
         remotes: Remotes[HeldChunk] | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
         self.repair = repair
         """What opening put right."""
         self._memory = memory
         self._disk = disk
         self._remotes = remotes
+        self._quotas = quotas or Quotas()
         self._writer: BackgroundWriter[HeldChunk] = BackgroundWriter(self._put_disk, QUEUE_BYTES)
         self._counts: Counter[str] = Counter()
+        self._timings = Timings()
         self._discarded: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._moving = threading.Lock()  # a promotion must not bring back what is being dropped
@@ -233,9 +238,10 @@ class TieredStore(ABC, Generic[HeldChunk]):
         self._check_open()
         with self._lock:
             counts, discarded = Counter(self._counts), dict(self._discarded)
+        timings = self._timings.read()
         tiers: list[Tier] = [self._memory] if self._disk is None else [self._memory, self._disk]
         return StoreStat(
-            tiers=tuple(_with_counts(tier.stat(), counts) for tier in tiers),
+            tiers=tuple(_with_counts(tier.stat(), counts, timings) for tier in tiers),
             collision=counts["collision"],
             discarded=discarded,
             promoted=counts["promoted"],
@@ -248,7 +254,21 @@ class TieredStore(ABC, Generic[HeldChunk]):
             not_uploaded=0 if self._remotes is None else self._remotes.counts["not uploaded"],
             upload_pending_bytes=0 if self._remotes is None else self._remotes.pending_bytes,
             failed_loads=counts["failed loads"],
+            pending_chunks=self._writer.pending_chunks,
+            upload_pending_chunks=0 if self._remotes is None else self._remotes.pending_chunks,
+            tenants=self._tenants(),
+            tenant_quota=self._quotas.others,
         )
+
+    def _tenants(self) -> tuple[TenantUse, ...]:
+        disk = {} if self._disk is None else {tag: rest for tag, *rest in self._disk.index.tenants()}
+        memory = self._memory.tenants()
+        quotas, found = self._quotas, []
+        for tag in sorted({*disk, *memory, *quotas.limits}):
+            chunks, size = disk.get(tag, (0, 0))
+            name = quotas.names.get(tag)
+            found.append(TenantUse(tag, name, chunks, memory.get(tag, 0), size, quotas.of(tag)))
+        return tuple(found)
 
     def verify(self) -> VerifyReport:
         """Read every file in full; drop and list what is damaged."""
@@ -337,7 +357,8 @@ class TieredStore(ABC, Generic[HeldChunk]):
                 self._count("collision")
                 raise StoreError(f"another chunk is stored under the key {kv.key[:12]}; remove it first")
         try:
-            return self._hold(kv)
+            with self._timings.timed("memory put"):
+                return self._hold(kv)
         except StoreFullError:
             self._count("not in memory")
             if self._disk is None:
@@ -350,7 +371,8 @@ class TieredStore(ABC, Generic[HeldChunk]):
 
     def _put_disk(self, kv: HeldChunk) -> None:
         assert self._disk is not None
-        self._disk.put(kv)
+        with self._timings.timed("disk put"):
+            self._disk.put(kv)
         if self._remotes is not None:
             self._remotes.offer(kv)
         if self._memory.pinned(kv.key):  # pinned while it was in memory only
@@ -409,6 +431,7 @@ class TieredStore(ABC, Generic[HeldChunk]):
         return keys if self._disk is None else keys.union(self._disk.index.pinned())
 
 
-def _with_counts(stat: TierStat, counts: Counter[str]) -> TierStat:
+def _with_counts(stat: TierStat, counts: Counter[str], timings: Mapping[str, Latency]) -> TierStat:
     hits, misses, damaged = (counts[f"{stat.name} {what}"] for what in ("hits", "misses", "damaged"))
-    return replace(stat, hits=hits, misses=misses, damaged=damaged)
+    latencies = {what.split()[1]: found for what, found in timings.items() if what.split()[0] == stat.name}
+    return replace(stat, hits=hits, misses=misses, damaged=damaged, latencies=latencies)

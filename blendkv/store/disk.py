@@ -5,21 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import time
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic
 
-import numpy as np
-
 from blendkv.errors import DamagedChunkError, StoreError, StoreFullError
-from blendkv.store.base import Chunk, EvictionPolicy, HeldChunk, Layer, TierStat
-from blendkv.store.chunkfile import Header, TensorSpan, read_header, read_span, token_ids_digest
+from blendkv.store.base import Chunk, EvictionPolicy, HeldChunk, TierStat
+from blendkv.store.filereader import FileReader
 from blendkv.store.files import fsync_directory, make_directory, temporary_file, write_all
+from blendkv.store.forms import Form, PlainForm
 from blendkv.store.index import Index, Row
-from blendkv.types import Recipe, TokenIds
+from blendkv.store.quotas import Quotas
+from blendkv.types import TokenIds
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Evicting the new file's size once should do; concurrent writers and whole blocks may want it again. A bound, because
@@ -27,147 +26,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_TRIES = 3
 
 
-class DiskReader:
-    """Reads one chunk file layer by layer, each tensor verified as it is read.
-
-    The file stays open, so an eviction meanwhile does no harm. It is closed with the reader. With ``fd`` it is open
-    already, and ``path`` is not looked at.
-
-    Raises
-    ------
-    DamagedChunkError
-        If the file is missing, unreadable, truncated, has an altered header, or is not the one of ``row``.
-    """
-
-    tier = "disk"
-
-    def __init__(self, path: Path, row: Row, fd: int | None = None) -> None:
-        self._row = row
-        self.bytes_read = 0
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if fd is None else fd
-        except FileNotFoundError as error:
-            raise DamagedChunkError(row.key, "missing: no such file") from error
-        except OSError as error:
-            raise DamagedChunkError(row.key, f"unreadable: {error.strerror}") from error
-        self._fd = fd
-        self._closer = weakref.finalize(self, os.close, fd)
-        try:
-            self.header = _checked_header(fd, row)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def key(self) -> str:
-        """The chunk key."""
-        return self._row.key
-
-    @property
-    def token_ids(self) -> TokenIds:
-        """Token ids, int32 ``[tokens]``, as the index has them."""
-        return self._row.token_ids
-
-    @property
-    def recipe(self) -> Recipe:
-        """How the chunk KV was computed."""
-        return self._row.recipe
-
-    @property
-    def fingerprint(self) -> str:
-        """Fingerprint of the model that computed it."""
-        return self._row.fingerprint
-
-    @property
-    def layers(self) -> int:
-        """Number of layers."""
-        return self.header.layers
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all K and V."""
-        return self._row.nbytes
-
-    def layer(self, index: int) -> Layer:
-        """Read K and V of layer ``index``, each ``[tokens, kv_heads, head_dim]``.
-
-        Raises
-        ------
-        DamagedChunkError
-            If the bytes are missing, altered or unreadable.
-        IndexError
-            If there is no such layer.
-        """
-        from blendkv.store.tensors import decode_layer
-
-        parts = {}
-        for part, span in self.header.layer(index).items():
-            parts[part] = span, np.empty(span.size, dtype=np.uint8).data
-            self._read(*parts[part])
-        return decode_layer(self.recipe, parts)
-
-    def fill(self, index: int, file: memoryview) -> None:
-        """Read the bytes of layer ``index`` to their place in ``file``, the memory of the whole file.
-
-        Raises
-        ------
-        DamagedChunkError, IndexError
-            As `layer`.
-        """
-        for span in self.header.layer(index).values():
-            self._read(span, file[span.start : span.start + span.size])
-
-    def fill_head(self, file: memoryview) -> None:
-        """Read what stands before the layers to its place in ``file``: the header and the token ids.
-
-        Raises
-        ------
-        DamagedChunkError
-            If the bytes are missing, altered or unreadable.
-        """
-        ids = self.header.tensors["token_ids"]
-        start = min(span.start for span in self.header.tensors.values())
-        file[:start] = os.pread(self._fd, start, 0)
-        self._read(ids, file[ids.start : ids.start + ids.size])
-
-    def readahead(self, index: int) -> None:
-        """Ask the kernel to read layer ``index`` into its page cache; does nothing where that cannot be asked."""
-        if not self._closer.alive or not hasattr(os, "posix_fadvise"):
-            return
-        for span in self.header.layer(index).values():
-            os.posix_fadvise(self._fd, span.start, span.size, os.POSIX_FADV_WILLNEED)
-
-    def verify(self) -> None:
-        """Read every tensor.
-
-        Raises
-        ------
-        DamagedChunkError
-            If one is damaged.
-        """
-        for span in self.header.tensors.values():
-            self._read(span, memoryview(bytearray(span.size)))
-
-    def fileno(self) -> int:
-        """The descriptor of the open file."""
-        return self._fd
-
-    def close(self) -> None:
-        """Close the file."""
-        self._closer()
-
-    def _read(self, span: TensorSpan, into: memoryview) -> None:
-        if not self._closer.alive:
-            raise StoreError(f"the reader of chunk KV {self.key[:12]} is closed; ask the store for a new one")
-        read_span(self._fd, self.key, span, into)
-        self.bytes_read += span.size
-
-
 class DiskTier(Generic[HeldChunk]):
     """Chunk KVs on a local disk. ``limit`` bounds the bytes of the files (None: no limit), pinned ones included.
 
-    ``encode`` returns the file of a chunk as it is held in memory. Without a ``policy`` the least recently used goes
-    first, in the order that the index has: a policy holds every key in this process, 350 MB for a million.
+    ``encode`` returns the file of a chunk as it is held in memory, ``form`` is how it lies on the disk. Without a
+    ``policy`` the least recently used goes first, in the order that the index has: a policy holds every key in this
+    process, 350 MB for a million. A tenant at its quota makes room among its own chunks, least recently used first.
 
     Every change of a file's name and of its row happens inside one write transaction of the index, so that processes
     which share the store never see one without the other; only a crash can part them, and a sweep mends that.
@@ -182,14 +46,19 @@ class DiskTier(Generic[HeldChunk]):
         limit: int | None,
         policy: EvictionPolicy | None,
         encode: Callable[[HeldChunk], memoryview],
+        form: Form | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
         self._encode = encode
+        self.form = form or PlainForm()
+        self.quotas = quotas or Quotas()
         self.root = root
         self.index = index
         self.limit = limit
         self._policy = policy
         self._seen = 0  # the last tick of the index that the policy knows of
         self._evictions: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
 
     def token_ids(self, key: str) -> TokenIds | None:
         """Token ids stored under ``key``, from the index, or None."""
@@ -198,9 +67,9 @@ class DiskTier(Generic[HeldChunk]):
 
     def contains(self, key: str) -> bool:
         """Whether the index has ``key``."""
-        return self.index.row(key) is not None
+        return self.index.place(key) is not None
 
-    def open(self, key: str) -> DiskReader | None:
+    def open(self, key: str) -> FileReader | None:
         """Open the file of ``key``, or return None; does not count as a use.
 
         Raises
@@ -212,14 +81,14 @@ class DiskTier(Generic[HeldChunk]):
         if row is None:
             return None
         try:
-            return DiskReader(self.root / row.path, row)
+            return self.form.open(self.root / row.path, row)
         except DamagedChunkError:
             # It may be on its way out, or be stored anew: only under the write lock is a fault certain.
             with self._errors(), self.index.transaction():
                 row = self.index.row(key)
-                return None if row is None else DiskReader(self.root / row.path, row)
+                return None if row is None else self.form.open(self.root / row.path, row)
 
-    def get(self, key: str) -> DiskReader | None:
+    def get(self, key: str) -> FileReader | None:
         """Open the file of ``key``, or return None; counts as a use.
 
         Raises
@@ -238,21 +107,24 @@ class DiskTier(Generic[HeldChunk]):
         Raises
         ------
         StoreFullError
-            If the device is full, or the limit is reached, and eviction does not help.
+            If the device is full, or the limit or the tenant's quota is reached, and eviction does not help.
         StoreError
             If the file cannot be written, or another chunk has the key.
+        InputError
+            If the chunk cannot be kept in the store's form.
         """
         if self._present(kv):
             self.index.touch(kv.key)
             return
-        data = self._encode(kv)
+        data = self.form.pack(kv.key, self._encode(kv))
+        size = sum(memoryview(piece).nbytes for piece in data)
         with self._errors():
             for _ in range(_FULL_TRIES):
                 try:
-                    self._write(kv, data)
+                    self._write(kv, data, size)
                     return
                 except OSError as error:
-                    if error.errno not in _FULL or not self._evict_for_space(len(data)):
+                    if error.errno not in _FULL or not self._evict_for_space(kv.recipe.tenant, size):
                         raise
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -268,17 +140,23 @@ class DiskTier(Generic[HeldChunk]):
             return self._drop(key) is not None
 
     def shrink(self) -> tuple[int, int]:
-        """Evict down to the limit; return the number of chunks and the bytes that left.
+        """Evict down to the quotas and the limit; return the number of chunks and the bytes that left.
 
         Raises
         ------
         StoreError
             If the directory cannot be written.
         """
-        if self.limit is None:
-            return 0, 0
         with self._errors(), self.index.transaction():
-            return self._evict(self.index.totals()[1] - self.limit, "limit")
+            left = [self._evict(size - quota, "quota", tag) for tag, _, size, quota in self._limited()]
+            if self.limit is not None:
+                left.append(self._evict(self.index.totals()[1] - self.limit, "limit"))
+            return sum(count for count, _ in left), sum(size for _, size in left)
+
+    def _limited(self) -> list[tuple[str, int, int, int]]:
+        """(tag, chunks, bytes, quota) of the tenants that have a quota."""
+        rows = self.index.tenants()
+        return [(*row, quota) for row in rows if (quota := self.quotas.of(row[0])) is not None]
 
     def drop_page_cache(self, keys: Iterable[str]) -> None:
         """Drop the files of ``keys`` from the kernel's page cache: the next read is cold. For benchmarks.
@@ -291,10 +169,10 @@ class DiskTier(Generic[HeldChunk]):
         if not hasattr(os, "posix_fadvise"):
             raise StoreError("this system cannot drop a file from its page cache; measure cold reads on Linux")
         for key in keys:
-            row = self.index.row(key)
-            if row is None:
+            place = self.index.place(key)
+            if place is None:
                 raise StoreError(f"no chunk KV {key[:12]} on disk; list the store for its keys")
-            fd = os.open(self.root / row.path, os.O_RDONLY)
+            fd = os.open(self.root / place[0], os.O_RDONLY)
             try:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
@@ -303,7 +181,8 @@ class DiskTier(Generic[HeldChunk]):
     def stat(self) -> TierStat:
         """Chunks, bytes of their files, limit and evictions."""
         chunks, size = self.index.totals()
-        return TierStat(self.name, chunks, size, self.limit, evictions=dict(self._evictions))
+        evictions, refused = dict(self._evictions), dict(self._refused)
+        return TierStat(self.name, chunks, size, self.limit, evictions=evictions, refused=refused)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -316,24 +195,25 @@ class DiskTier(Generic[HeldChunk]):
                 ) from error
             raise StoreError(f"cannot write to the store at {self.root}: {error.strerror}; check its rights") from error
 
-    def _write(self, kv: Chunk, data: memoryview) -> None:
-        relative = chunk_path(kv.key)
+    def _write(self, kv: Chunk, data: Sequence[bytes | memoryview], size: int) -> None:
+        relative = chunk_path(kv.key, self.form.suffix)
         target = self.root / relative
         make_directory(target.parent)
         with temporary_file(target) as (fd, temporary):
-            write_all(fd, data)
+            for piece in data:
+                write_all(fd, piece)
             os.fsync(fd)
             with self.index.transaction() as undo:
                 if self._present(kv):  # another thread or process was faster
                     return
                 self.index.delete(kv.key)  # a row whose file is gone
-                self._make_room(len(data))
+                self._make_room(kv.recipe.tenant, size)
                 os.replace(temporary, target)
                 undo.append(target.unlink)
                 fsync_directory(target.parent)
                 now = time.time()
                 self.index.insert(
-                    Row(kv.key, kv.fingerprint, kv.recipe, kv.token_ids, kv.nbytes, len(data), relative, now, now)
+                    Row(kv.key, kv.fingerprint, kv.recipe, kv.token_ids, kv.nbytes, size, relative, now, now)
                 )
 
     def _present(self, kv: Chunk) -> bool:
@@ -344,28 +224,43 @@ class DiskTier(Generic[HeldChunk]):
             raise StoreError(f"another chunk is stored under the key {kv.key[:12]}; remove it first")
         return (self.root / row.path).exists()
 
-    def _make_room(self, size: int) -> None:
-        if self.limit is None:
-            return
-        pinned = sum(self.index.pinned().values())
-        if size > self.limit - pinned:
+    def _make_room(self, tenant: str, size: int) -> None:
+        limit = self.limit
+        pinned = 0 if limit is None else sum(self.index.pinned().values())
+        if limit is not None and size > limit - pinned:
+            self._refused["limit"] += 1
             raise StoreFullError(
-                f"a chunk KV of {size} bytes does not fit on disk: the limit is {self.limit} bytes, {pinned} of them "
+                f"a chunk KV of {size} bytes does not fit on disk: the limit is {limit} bytes, {pinned} of them "
                 "pinned; raise the limit or unpin some"
             )
-        self._evict(self.index.totals()[1] + size - self.limit, "limit")
+        self._make_quota(tenant, size)
+        if limit is not None:
+            self._evict(self.index.totals()[1] + size - limit, "limit")
 
-    def _evict_for_space(self, size: int) -> int:
+    def _make_quota(self, tenant: str, size: int) -> int:
+        """Evict of a tenant's own what does not fit in its quota beside ``size`` bytes; return the bytes that left."""
+        quota = self.quotas.of(tenant)
+        if quota is None:
+            return 0
+        pinned = self.index.pinned_bytes(tenant)
+        if size > quota - pinned:
+            self._refused["quota"] += 1
+            raise StoreFullError(self.quotas.refusal(tenant, size, pinned))
+        return self._evict(self.index.totals(tenant)[1] + size - quota, "quota", tenant)[1]
+
+    def _evict_for_space(self, tenant: str, size: int) -> int:
+        # A tenant over its quota gives first: its put must not cost others anything as long as it is.
         with self.index.transaction():
-            return self._evict(size, "full")[0]
+            return self._make_quota(tenant, size) or self._evict(size, "full")[0]
 
-    def _evict(self, needed: int, reason: str) -> tuple[int, int]:
+    def _evict(self, needed: int, reason: str, tenant: str | None = None) -> tuple[int, int]:
+        """Evict ``needed`` bytes, of one tenant's or of all; return the number of chunks and the bytes that left."""
         if needed <= 0:
             return 0, 0
         self.index.apply_touches()
         count = freed = 0
         # A victim may be gone, evicted by another process: then it frees nothing and the policy is asked again.
-        while freed < needed and (victims := self._victims(needed - freed)):
+        while freed < needed and (victims := self._victims(needed - freed, tenant)):
             for key in victims:
                 dropped = self._drop(key)
                 if self._policy is not None:
@@ -375,27 +270,28 @@ class DiskTier(Generic[HeldChunk]):
         self._evictions[reason] += count
         return count, freed
 
-    def _victims(self, nbytes: int) -> list[str]:
-        if self._policy is None:
-            return self.index.oldest(nbytes)
+    def _victims(self, nbytes: int, tenant: str | None) -> list[str]:
+        if self._policy is None or tenant is not None:
+            return self.index.oldest(nbytes, tenant)
         for key, size, tick in self.index.changed_since(self._seen):
             self._policy.added(key, size)
             self._seen = tick
         return self._policy.victims(nbytes, self.index.pinned())
 
     def _drop(self, key: str) -> int | None:
-        row = self.index.row(key)
-        if row is None:
+        found = self.index.place(key)
+        if found is None:
             return None
+        path, size = found
         # The file first: on a full device its space is what lets the index write at all.
-        (self.root / row.path).unlink(missing_ok=True)
+        (self.root / path).unlink(missing_ok=True)
         self.index.delete(key)
-        return row.file_bytes
+        return size
 
 
-def chunk_path(key: str) -> str:
+def chunk_path(key: str, suffix: str = ".safetensors") -> str:
     """Path of a chunk file, relative to the store."""
-    return f"kv/{key[:2]}/{key}.safetensors"
+    return f"kv/{key[:2]}/{key}{suffix}"
 
 
 def same_chunk(one: Chunk | Row, other: Chunk) -> bool:
@@ -405,12 +301,3 @@ def same_chunk(one: Chunk | Row, other: Chunk) -> bool:
         and one.recipe == other.recipe
         and one.token_ids.tobytes() == other.token_ids.tobytes()
     )
-
-
-def _checked_header(fd: int, row: Row) -> Header:
-    header = read_header(fd, row.key)
-    if (header.fingerprint, header.recipe) != (row.fingerprint, row.recipe):
-        raise DamagedChunkError(row.key, "mismatch: the file holds a chunk of another model or recipe")
-    if header.token_ids_digest != token_ids_digest(row.token_ids):
-        raise DamagedChunkError(row.key, "mismatch: the file holds other token ids")
-    return header

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import threading
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from blendkv.errors import BlendKVError, DamagedChunkError, InputError, StoreError, StoreFullError, TierUnavailableError
 from blendkv.store.calls import Call, CallPool, ExpiredError, SaturatedError
 from blendkv.store.circuit import CircuitBreaker, State
 from blendkv.store.segments import Traffic
+from blendkv.store.timing import LATENCY_BUCKETS, Latency, Timings
 
 if TYPE_CHECKING:
     from blendkv.store.remote import Head, RemoteTier
 
-LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Upper bounds in seconds; one more bucket holds what is above."""
-OPERATIONS = ("contains", "head", "fetch", "put", "delete", "keys")
-OUTCOMES = ("ok", "miss", "missing", "damaged", "full", "refused", "timeout", "error", "busy", "open")
+Operation: TypeAlias = Literal["contains", "head", "fetch", "put", "delete", "keys"]
+Outcome: TypeAlias = Literal["ok", "miss", "missing", "damaged", "full", "refused", "timeout", "error", "busy", "open"]
 """What became of a call. The tier answered: ``ok``, ``miss`` (no such chunk, or a put of one that was there),
 ``missing`` (gone between head and layer), ``damaged``, ``full``, ``refused`` (it cannot take that). It did not:
 ``timeout``, ``error``. It was not asked: ``busy`` (no thread in time), ``open`` (the circuit)."""
@@ -55,19 +52,6 @@ class Limits:
         for name, value in vars(self).items():
             if not value > 0:
                 raise InputError(f"{name} is {value}; give more than 0")
-
-
-@dataclass(frozen=True)
-class Latency:
-    """Calls by `LATENCY_BUCKETS` (not cumulative, one count more than bounds), and the seconds of all together."""
-
-    counts: tuple[int, ...]
-    seconds: float
-
-    @property
-    def cumulative(self) -> list[tuple[float, int]]:
-        """(Upper bound in seconds, calls up to it), the last bound infinite."""
-        return list(zip((*LATENCY_BUCKETS, math.inf), itertools.accumulate(self.counts), strict=True))
 
 
 @dataclass(frozen=True)
@@ -102,7 +86,7 @@ class GuardedTier:
         self._pool = CallPool(f"blendkv-{inner.name}", limits.threads)
         self._lock = threading.Lock()
         self._calls: Counter[tuple[str, str]] = Counter()
-        self._latencies: dict[str, tuple[list[int], float]] = {}
+        self._timings = Timings(LATENCY_BUCKETS)
         self._probe: tuple[Call, float] | None = None
         self._reason = ""
         self._closed = False
@@ -155,10 +139,9 @@ class GuardedTier:
         """What was done so far."""
         with self._lock:
             calls = dict(self._calls)
-            latencies = {op: Latency(tuple(counts), total) for op, (counts, total) in self._latencies.items()}
-        circuit = self._circuit
+        circuit, stuck = self._circuit, self._pool.stuck
         return RemoteStat(
-            self.name, circuit.state, circuit.openings, self._pool.stuck, calls, latencies, self._inner.traffic
+            self.name, circuit.state, circuit.openings, stuck, calls, self._timings.read(), self._inner.traffic
         )
 
     def close(self) -> None:
@@ -167,7 +150,7 @@ class GuardedTier:
         self._pool.close()
         self._inner.close()
 
-    def _call(self, operation: str, function: Callable[[], T], seconds: float) -> T:
+    def _call(self, operation: Operation, function: Callable[[], T], seconds: float) -> T:
         if self._closed:
             raise StoreError(f"remote tier {self.name} is closed; open it again")
         self._admit(operation)
@@ -193,7 +176,7 @@ class GuardedTier:
         self._answered(operation, "miss" if result is None or result is False else "ok", begun)
         return result
 
-    def _admit(self, operation: str) -> None:
+    def _admit(self, operation: Operation) -> None:
         """Let the call pass, or raise; starts the probe when it is time for one."""
         admitted = self._circuit.admit()
         if admitted == "go":
@@ -238,30 +221,28 @@ class GuardedTier:
         if well:
             _log.info("remote tier %s answers again", self.name)
 
-    def _failed(self, operation: str, outcome: str, begun: float, reason: str) -> TierUnavailableError:
+    def _failed(self, operation: Operation, outcome: Outcome, begun: float, reason: str) -> TierUnavailableError:
         self._count(operation, outcome, time.monotonic() - begun)
         self._reason = reason
         if self._circuit.failed():
             _log.warning("remote tier %s is left alone for now, and probed: %s", self.name, reason)
         return self._unavailable(reason)
 
-    def _answered(self, operation: str, outcome: str, begun: float) -> None:
+    def _answered(self, operation: Operation, outcome: Outcome, begun: float) -> None:
         self._count(operation, outcome, time.monotonic() - begun)
         self._circuit.succeeded()
 
     def _unavailable(self, reason: str) -> TierUnavailableError:
         return TierUnavailableError(f"remote tier {self.name} is not available: {reason}")
 
-    def _count(self, operation: str, outcome: str, seconds: float | None = None) -> None:
+    def _count(self, operation: Operation, outcome: Outcome, seconds: float | None = None) -> None:
         with self._lock:
             self._calls[operation, outcome] += 1
-            if seconds is not None:
-                counts, total = self._latencies.get(operation, ([0] * (len(LATENCY_BUCKETS) + 1), 0.0))
-                counts[bisect_left(LATENCY_BUCKETS, seconds)] += 1
-                self._latencies[operation] = counts, total + seconds
+        if seconds is not None:
+            self._timings.add(operation, seconds)
 
 
-def _outcome(error: BlendKVError) -> str:
+def _outcome(error: BlendKVError) -> Outcome:
     if isinstance(error, DamagedChunkError):
         return "missing" if error.reason.startswith("missing") else "damaged"
     return "full" if isinstance(error, StoreFullError) else "refused"

@@ -10,34 +10,26 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
-
-from blendkv.errors import InputError, StoreError, StoreMismatchError
+from blendkv.errors import StoreError
 from blendkv.store.base import IndexEntry
-from blendkv.store.chunkfile import recipe_from_json, recipe_to_json
+from blendkv.store.cells import Cells, PlainCells
+from blendkv.store.schema import prepare
 from blendkv.store.usage import CodecUsage
 from blendkv.types import Recipe, TokenIds, as_token_ids
 
-FORMAT = 1
-_APPLICATION_ID = 0x424B5631  # "BKV1", in the database's header: tells our index from any other SQLite file
 _LOCK_TIMEOUT = 30.0  # seconds to wait for another process's write
 _TOUCH_BATCH = 1024
 _KEYS_PER_QUERY = 512
-_SCHEMA = f"""
-CREATE TABLE chunks (
-    key TEXT PRIMARY KEY, fingerprint TEXT NOT NULL, recipe TEXT NOT NULL, token_ids BLOB NOT NULL,
-    tokens INTEGER NOT NULL, nbytes INTEGER NOT NULL, file_bytes INTEGER NOT NULL, path TEXT NOT NULL,
-    created REAL NOT NULL, last_used REAL NOT NULL, tick INTEGER NOT NULL, pinned INTEGER NOT NULL DEFAULT 0
-);
-CREATE INDEX by_tick ON chunks (tick);
-CREATE INDEX by_pin ON chunks (pinned, file_bytes);
-CREATE TABLE clock (tick INTEGER NOT NULL);
-INSERT INTO clock VALUES (0);
-PRAGMA application_id = {_APPLICATION_ID};
-PRAGMA user_version = {FORMAT};
+_OF_TAG = "(SELECT id FROM tenants WHERE tag = ?)"
+_WRONG = """
+WITH counted AS (
+    SELECT tenants.id AS id, COUNT(chunks.tenant) AS chunks, COALESCE(SUM(file_bytes), 0) AS bytes
+    FROM tenants LEFT JOIN chunks ON chunks.tenant = tenants.id GROUP BY tenants.id
+)
+SELECT counted.chunks, counted.bytes, tenants.id FROM tenants JOIN counted ON counted.id = tenants.id
+WHERE counted.chunks <> tenants.chunks OR counted.bytes <> tenants.bytes
 """
 _COLUMNS = "key, fingerprint, recipe, token_ids, nbytes, file_bytes, path, created, last_used, pinned"
 
@@ -79,7 +71,9 @@ class Index:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.usage = CodecUsage(path)
+        self.cells: Cells = PlainCells()
+        """How token ids and recipes are kept; an encrypted store's are set when it is opened."""
+        self.usage = CodecUsage(path, lambda text: self.cells.recipe(text))
         """What its chunks take by codec."""
         self._touched: dict[str, float] = {}
         self._touch_lock = threading.Lock()
@@ -87,11 +81,10 @@ class Index:
         self._owner: int | None = None  # the thread in a transaction
         self._read_lock = threading.Lock()
         self._touch_failed = False
-        self._tally: tuple[int, int, int] | None = None  # (data version, chunks, bytes)
         with self._errors():
             self._writer = self._connect()
             try:
-                self._prepare()
+                prepare(self._writer, path)
                 self._reader = self._connect()
             except BaseException:
                 self._writer.close()
@@ -100,14 +93,21 @@ class Index:
     def row(self, key: str) -> Row | None:
         """The row of ``key``, or None."""
         found = self._read(f"SELECT {_COLUMNS} FROM chunks WHERE key = ?", (key,))
-        return _row(found[0]) if found else None
+        return self._row(found[0]) if found else None
+
+    def place(self, key: str) -> tuple[str, int] | None:
+        """Path and bytes of the file of ``key``, or None; opens nothing that may be sealed."""
+        found = self._read("SELECT path, file_bytes FROM chunks WHERE key = ?", (key,))
+        return found[0] if found else None
 
     def rows(self) -> list[Row]:
         """All rows, least recently used first."""
-        return [_row(values) for values in self._read(f"SELECT {_COLUMNS} FROM chunks ORDER BY tick")]
+        return [self._row(values) for values in self._read(f"SELECT {_COLUMNS} FROM chunks ORDER BY tick")]
 
-    def keys(self, leading: str = "") -> set[str]:
-        """The keys of all rows, or of those that begin with ``leading``."""
+    def keys(self, leading: str = "", *, tenant: str | None = None) -> set[str]:
+        """The keys of all rows, or of those that begin with ``leading``, or are the tenant's of that tag."""
+        if tenant is not None:
+            return {key for (key,) in self._read(f"SELECT key FROM chunks WHERE tenant = {_OF_TAG}", (tenant,))}
         query, last = "SELECT key FROM chunks WHERE key >= ? AND key < ?", leading + "g"  # behind all hex digits
         return {key for (key,) in self._read(query, (leading, last))}
 
@@ -115,9 +115,9 @@ class Index:
         """A number that differs from the last one if any connection, of any process, has written since."""
         return int(self._read("PRAGMA data_version")[0][0])
 
-    def count(self) -> int:
-        """Number of chunks; SQLite counts the leaves of a tree, not the rows."""
-        return int(self._read("SELECT COUNT(*) FROM chunks")[0][0])
+    def count(self, tenant: str | None = None) -> int:
+        """Number of chunks, of all or of the tenant of that tag."""
+        return self.totals(tenant)[0]
 
     def entries(self, keys: Sequence[str]) -> list[IndexEntry]:
         """The entries of those of ``keys`` that are there, in no order."""
@@ -126,31 +126,42 @@ class Index:
             some = tuple(keys[first : first + _KEYS_PER_QUERY])
             marks = ",".join("?" * len(some))
             rows = self._read(f"SELECT key, fingerprint, recipe, token_ids FROM chunks WHERE key IN ({marks})", some)
-            found += [IndexEntry(key, model, _recipe(recipe), _view(ids)) for key, model, recipe, ids in rows]
+            found += [
+                IndexEntry(key, model, self.cells.recipe(recipe), self.cells.ids(key, ids))
+                for key, model, recipe, ids in rows
+            ]
         return found
 
-    def totals(self) -> tuple[int, int]:
-        """Number of chunks, and bytes of their files.
+    def totals(self, tenant: str | None = None) -> tuple[int, int]:
+        """Number of chunks, and bytes of their files, of all or of one tenant: sums that the database carries along."""
+        query = "SELECT COALESCE(SUM(chunks), 0), COALESCE(SUM(bytes), 0) FROM tenants"
+        found = self._read(query) if tenant is None else self._read(f"{query} WHERE tag = ?", (tenant,))
+        chunks, size = found[0]
+        return chunks, size
 
-        In a transaction the sums are carried on from the last one, unless another process has written since: each put
-        asks for them, and to count a million rows takes tens of milliseconds.
-        """
-        query = "SELECT COUNT(*), COALESCE(SUM(file_bytes), 0) FROM chunks"
-        if self._owner != threading.get_ident():
-            return self._read(query)[0]
-        version = int(self._read("PRAGMA data_version")[0][0])
-        if self._tally is None or self._tally[0] != version:
-            self._tally = version, *self._read(query)[0]
-        return self._tally[1:]
+    def tenants(self) -> list[tuple[str, int, int]]:
+        """(tag, chunks, bytes of their files) of every tenant that has any, and of nobody's chunks (an empty tag)."""
+        return self._read("SELECT tag, chunks, bytes FROM tenants WHERE chunks > 0 ORDER BY tag")
 
-    def oldest(self, nbytes: int) -> list[str]:
+    def recount(self) -> int:
+        """Count what each tenant has, and mend the sums; return how many were wrong. Call it in a transaction."""
+        wrong = self._writer.execute(_WRONG).fetchall()
+        self._writer.executemany("UPDATE tenants SET chunks = ?, bytes = ? WHERE id = ?", wrong)
+        return len(wrong)
+
+    def oldest(self, nbytes: int, tenant: str | None = None) -> list[str]:
         """Keys that are not pinned, least recently used first, of ``nbytes`` bytes together or all there are.
 
-        Call it in a transaction.
+        Of all chunks, or of one tenant's. Call it in a transaction.
         """
         keys, found = [], 0
         query = "SELECT key, file_bytes FROM chunks INDEXED BY by_tick WHERE pinned = 0 ORDER BY tick"
-        with closing(self._writer.execute(query)) as rows:
+        if tenant is not None:
+            query = (
+                "SELECT key, file_bytes FROM chunks INDEXED BY by_tenant "
+                f"WHERE tenant = {_OF_TAG} AND pinned = 0 ORDER BY tick"
+            )
+        with closing(self._writer.execute(query, () if tenant is None else (tenant,))) as rows:
             while found < nbytes and (row := rows.fetchone()) is not None:
                 keys.append(row[0])
                 found += row[1]
@@ -160,9 +171,32 @@ class Index:
         """Key -> bytes of the file, of every pinned chunk."""
         return dict(self._read("SELECT key, file_bytes FROM chunks WHERE pinned = 1"))
 
-    def changed_since(self, tick: int) -> list[tuple[str, int, int]]:
-        """(key, bytes of the file, tick) of what was added or used after ``tick`` by any process, oldest first."""
-        return self._read("SELECT key, file_bytes, tick FROM chunks WHERE tick > ? ORDER BY tick", (tick,))
+    def pinned_bytes(self, tenant: str) -> int:
+        """Bytes of the files of a tenant's pinned chunks."""
+        # Few are pinned; left to choose, SQLite would look at all that the tenant has.
+        query = (
+            f"SELECT COALESCE(SUM(file_bytes), 0) FROM chunks INDEXED BY by_pin WHERE pinned = 1 AND tenant = {_OF_TAG}"
+        )
+        return int(self._read(query, (tenant,))[0][0])
+
+    def changed_since(self, tick: int, tenant: str | None = None) -> list[tuple[str, int, int]]:
+        """(key, bytes of the file, tick) of what was added or used after ``tick`` by any process, oldest first.
+
+        Of all chunks, or of one tenant's.
+        """
+        if tenant is None:
+            return self._read("SELECT key, file_bytes, tick FROM chunks WHERE tick > ? ORDER BY tick", (tick,))
+        query = f"SELECT key, file_bytes, tick FROM chunks WHERE tenant = {_OF_TAG} AND tick > ? ORDER BY tick"
+        return self._read(query, (tenant, tick))
+
+    def get_meta(self, name: str) -> str | None:
+        """What the store remembers of itself under ``name``."""
+        found = self._read("SELECT value FROM meta WHERE name = ?", (name,))
+        return str(found[0][0]) if found else None
+
+    def set_meta(self, name: str, value: str) -> None:
+        """Remember ``value``. Call it in a transaction."""
+        self._writer.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (name, value))
 
     @contextmanager
     def transaction(self) -> Iterator[list[Callable[[], None]]]:
@@ -185,7 +219,6 @@ class Index:
                 yield undo
                 self._writer.execute("COMMIT")
             except BaseException:
-                self._tally = None
                 for step in reversed(undo):
                     step()
                 if self._writer.in_transaction:  # SQLite itself rolls back when the disk is full
@@ -196,23 +229,23 @@ class Index:
 
     def insert(self, row: Row) -> None:
         """Add a row as the most recently used one. Call it in a transaction."""
+        tenant = row.recipe.tenant
+        content = self.cells.recipe_text(row.recipe), self.cells.ids_blob(row.key, row.token_ids)
+        self._writer.execute("INSERT INTO tenants (tag) VALUES (?) ON CONFLICT (tag) DO NOTHING", (tenant,))
         values = (
-            *(row.key, row.fingerprint, recipe_to_json(row.recipe), row.token_ids.astype("<i4").tobytes()),
+            *(row.key, row.fingerprint, *content),
             *(len(row.token_ids), row.nbytes, row.file_bytes, row.path, row.created, row.last_used, self._next_tick()),
+            tenant,
         )
         self._writer.execute(
             "INSERT INTO chunks (key, fingerprint, recipe, token_ids, tokens, nbytes, file_bytes, path, created, "
-            "last_used, tick) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            f"last_used, tick, tenant) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, {_OF_TAG})",
             values,
         )
-        self._add(1, row.file_bytes)
 
     def delete(self, key: str) -> bool:
         """Drop a row; return whether it was there. Call it in a transaction."""
-        gone = self._writer.execute("DELETE FROM chunks WHERE key = ? RETURNING file_bytes", (key,)).fetchall()
-        for (size,) in gone:
-            self._add(-1, -size)
-        return bool(gone)
+        return self._writer.execute("DELETE FROM chunks WHERE key = ?", (key,)).rowcount > 0
 
     def set_pinned(self, keys: Iterable[str], pinned: bool) -> None:
         """Pin or unpin ``keys``. Call it in a transaction."""
@@ -262,24 +295,6 @@ class Index:
         connection.execute("PRAGMA synchronous = NORMAL")
         return connection
 
-    def _prepare(self) -> None:
-        application = self._writer.execute("PRAGMA application_id").fetchone()[0]
-        version = self._writer.execute("PRAGMA user_version").fetchone()[0]
-        tables = self._writer.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
-        if application == 0 and tables == 0:
-            self._writer.execute("PRAGMA journal_mode = WAL")
-            self._writer.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
-        elif application != _APPLICATION_ID:
-            raise InputError(f"{self._path} is a database of another program; give the store a directory of its own")
-        elif version > FORMAT:
-            raise StoreMismatchError(
-                f"the store at {self._path.parent} has format {version}; up to {FORMAT} can be used: upgrade blendkv"
-            )
-
-    def _add(self, chunks: int, size: int) -> None:
-        if self._tally is not None:
-            self._tally = self._tally[0], self._tally[1] + chunks, self._tally[2] + size
-
     def _next_tick(self) -> int:
         self._writer.execute("UPDATE clock SET tick = tick + 1")
         return int(self._writer.execute("SELECT tick FROM clock").fetchone()[0])
@@ -309,30 +324,8 @@ class Index:
                 f"the index {self._path} cannot be used ({error}); check the directory's rights"
             ) from error
 
-
-def _row(values: tuple) -> Row:
-    key, fingerprint, recipe, token_ids, nbytes, file_bytes, path, created, last_used, pinned = values
-    return Row(
-        *(
-            key,
-            fingerprint,
-            _recipe(recipe),
-            as_token_ids(_view(token_ids)),
-            nbytes,
-            file_bytes,
-            path,
-            created,
-            last_used,
-        ),
-        bool(pinned),
-    )
-
-
-def _view(blob: bytes) -> TokenIds:
-    """Token ids in the memory of ``blob``: read-only, because bytes are."""
-    return np.frombuffer(blob, dtype="<i4").astype(np.int32, copy=False)
-
-
-@lru_cache(maxsize=1024)  # many chunks, few recipes
-def _recipe(text: str) -> Recipe:
-    return recipe_from_json(text)
+    def _row(self, values: tuple) -> Row:
+        key, fingerprint, recipe, token_ids, nbytes, file_bytes, path, created, last_used, pinned = values
+        ids = as_token_ids(self.cells.ids(key, token_ids))
+        sizes_and_times = (nbytes, file_bytes, path, created, last_used)
+        return Row(key, fingerprint, self.cells.recipe(recipe), ids, *sizes_and_times, bool(pinned))

@@ -12,7 +12,9 @@ from blendkv.errors import InputError, StoreError
 from blendkv.store.base import EvictionPolicy, HeldChunk
 from blendkv.store.disk import DiskTier
 from blendkv.store.files import make_directory
+from blendkv.store.forms import form_of
 from blendkv.store.index import Index
+from blendkv.store.quotas import Quotas
 from blendkv.store.repair import sweep
 from blendkv.store.reports import RepairReport
 
@@ -23,16 +25,23 @@ _OURS = {"kv", *DAEMON_NAMES, INDEX_NAME, f"{INDEX_NAME}-wal", f"{INDEX_NAME}-sh
 
 
 def open_disk(
-    root: Path, limit: int | None, policy: EvictionPolicy | None, encode: Callable[[HeldChunk], memoryview]
+    root: Path,
+    limit: int | None,
+    policy: EvictionPolicy | None,
+    encode: Callable[[HeldChunk], memoryview],
+    quotas: Quotas | None = None,
+    encrypt: bool | None = None,
 ) -> tuple[DiskTier[HeldChunk], RepairReport]:
     """Open or create the store at ``root``. Processes that open it at the same time take turns.
 
-    ``encode`` returns the file of a chunk as the store's memory holds it.
+    ``encode`` returns the file of a chunk as the store's memory holds it. ``encrypt`` says whether the store is to be
+    encrypted, with the key in ``BLENDKV_ENCRYPTION_KEY``; None: as it is, a new one is not.
 
     Raises
     ------
     InputError
-        If ``root`` is a file, or a directory with other things in it and no index.
+        If ``root`` is a file, or a directory with other things in it and no index; if the store is encrypted and the
+        key is missing or another one, or ``encrypt`` is not how it is.
     StoreMismatchError
         If a newer version of BlendKV made it.
     StoreError
@@ -43,19 +52,26 @@ def open_disk(
     try:
         make_directory(root)
         with _turn(root):
-            return _open(root, limit, policy, encode)
+            return _open(root, limit, policy, encode, quotas or Quotas(), encrypt)
     except OSError as error:
         raise StoreError(f"cannot open the store at {root}: {error.strerror}; check the directory's rights") from error
 
 
 def _open(
-    root: Path, limit: int | None, policy: EvictionPolicy | None, encode: Callable[[HeldChunk], memoryview]
+    root: Path,
+    limit: int | None,
+    policy: EvictionPolicy | None,
+    encode: Callable[[HeldChunk], memoryview],
+    quotas: Quotas,
+    encrypt: bool | None,
 ) -> tuple[DiskTier[HeldChunk], RepairReport]:
     _refuse_foreign(root)
     index = Index(root / INDEX_NAME)
     try:
         make_directory(root / "kv")
-        disk = DiskTier(root, index, limit, policy, encode)
+        form = form_of(root, index, encrypt)
+        index.cells = form.cells
+        disk = DiskTier(root, index, limit, policy, encode, form, quotas)
         return disk, sweep(disk)
     except BaseException:
         index.close()

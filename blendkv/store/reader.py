@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from blendkv.errors import DamagedChunkError
@@ -14,7 +15,8 @@ class KeepingReader:
     """Reads every layer from its tier once at most, if ``keep``; then hands the whole chunk to ``on_complete``.
 
     What it keeps comes on top of the memory tier's bytes until the reader is dropped or the chunk is promoted.
-    Without ``keep`` (the chunk is too large for the memory tier) each call reads again.
+    Without ``keep`` (the chunk is too large for the memory tier) each call reads again. ``on_layer`` hears how many
+    seconds the tier took for a layer.
     """
 
     def __init__(
@@ -23,11 +25,13 @@ class KeepingReader:
         keep: bool,
         on_complete: Callable[[ChunkKV], None],
         on_damage: Callable[[DamagedChunkError], None],
+        on_layer: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self._inner = inner
         self._keep = keep
         self._on_complete = on_complete
         self._on_damage = on_damage
+        self._on_layer = on_layer
         self._kept: dict[int, Layer] = {}
         self._damage: DamagedChunkError | None = None
         self._lock = threading.Lock()
@@ -87,12 +91,14 @@ class KeepingReader:
                 return self._kept[index]
             if self._damage is not None:  # reported once: by now the store may hold a good chunk under this key
                 raise self._damage
+            begun = time.perf_counter()
             try:
                 pair = self._inner.layer(index)
             except DamagedChunkError as error:
                 self._damage = error
                 self._on_damage(error)
                 raise
+            self._on_layer(time.perf_counter() - begun)
             if self._keep:
                 self._kept[index] = pair
                 if len(self._kept) == self.layers:

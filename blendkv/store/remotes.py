@@ -83,6 +83,11 @@ class Remotes(Generic[HeldChunk]):
         """Bytes of K and V that wait to be written, or are being written."""
         return self._writer.pending_bytes
 
+    @property
+    def pending_chunks(self) -> int:
+        """How many chunks these are."""
+        return self._writer.pending_chunks
+
     def drain(self) -> None:
         """Wait until all that was offered is written, or could not be."""
         self._writer.drain()

@@ -25,20 +25,24 @@ class RepairReport:
         Index rows whose file was gone.
     temporary
         Temporary files whose writer was gone.
+    recounted
+        Tenants whose running totals were wrong.
     """
 
     adopted: int = 0
     deleted_files: int = 0
     dropped_rows: int = 0
     temporary: int = 0
+    recounted: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.adopted or self.deleted_files or self.dropped_rows or self.temporary)
+        return self != RepairReport()
 
     def __str__(self) -> str:
+        sums = f", {self.recounted} tenants counted anew" if self.recounted else ""
         return (
             f"{self.adopted} files adopted, {self.deleted_files} unusable files deleted, "
-            f"{self.dropped_rows} rows without a file dropped, {self.temporary} temporary files deleted"
+            f"{self.dropped_rows} rows without a file dropped, {self.temporary} temporary files deleted{sums}"
         )
 
 
@@ -77,6 +81,21 @@ class ChunkInfo:
 
 
 @dataclass(frozen=True)
+class TenantUse:
+    """What a tenant has here: its tag (empty: chunks of no tenant), its name if that is known, and its quota in bytes.
+
+    The quota holds for memory and for disk, each. ``chunks`` counts those on disk.
+    """
+
+    tag: str
+    name: str | None
+    chunks: int
+    memory_bytes: int
+    disk_bytes: int
+    quota: int | None
+
+
+@dataclass(frozen=True)
 class StoreStat:
     """Counts since the store was opened, and what it holds now.
 
@@ -105,8 +124,14 @@ class StoreStat:
         Chunks written to a remote tier, and those that could not be.
     upload_pending_bytes
         Bytes of K and V that wait to be written to remote tiers.
+    pending_chunks, upload_pending_chunks
+        How many chunks wait, for the background writer and for remote tiers.
     failed_loads
         Chunks that could not be read to their end although nothing is wrong with them: their tier did not answer.
+    tenants
+        What each tenant has, those with a quota of their own and those with chunks.
+    tenant_quota
+        Bytes that every other tenant may have.
     """
 
     tiers: tuple[TierStat, ...]
@@ -122,6 +147,15 @@ class StoreStat:
     not_uploaded: int = 0
     upload_pending_bytes: int = 0
     failed_loads: int = 0
+    pending_chunks: int = 0
+    upload_pending_chunks: int = 0
+    tenants: tuple[TenantUse, ...] = ()
+    tenant_quota: int | None = None
+
+    def quota(self, tag: str) -> int | None:
+        """Bytes that a tenant may have in a local tier; None without a limit."""
+        own = next((use.quota for use in self.tenants if use.tag == tag), self.tenant_quota)
+        return own if tag else None
 
     @property
     def named_remotes(self) -> list[tuple[str, RemoteStat]]:

@@ -8,19 +8,17 @@ chunk, place or tenant does not open. One key is good for 2^32 segments (NIST SP
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import os
 from collections.abc import Mapping
 
 from blendkv.errors import DamagedChunkError, InputError, MissingDependencyError
+from blendkv.secret import SECRET_BYTES, secret_from
 
 KEY_VARIABLE = "BLENDKV_ENCRYPTION_KEY"
 """The environment variable with the key: 32 bytes in base64."""
 OVERHEAD = 28
 """Bytes by which a sealed segment is longer than what it holds."""
-_KEY_BYTES = 32
 _NONCE_BYTES = 12
 
 
@@ -43,8 +41,8 @@ class Sealer:
     """
 
     def __init__(self, secret: bytes, scope: str = "") -> None:
-        if len(secret) != _KEY_BYTES:
-            raise InputError(f"the encryption key has {len(secret)} bytes; give {_KEY_BYTES} random ones")
+        if len(secret) != SECRET_BYTES:
+            raise InputError(f"the encryption key has {len(secret)} bytes; give {SECRET_BYTES} random ones")
         try:
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         except ImportError as error:
@@ -65,18 +63,8 @@ class Sealer:
         InputError
             If it is not 32 bytes in base64; the message does not repeat it.
         """
-        text = environ.get(KEY_VARIABLE)
-        if not text:
-            return None
-        try:
-            secret = base64.b64decode(text, validate=True)
-        except (binascii.Error, ValueError):
-            secret = b""
-        if len(secret) != _KEY_BYTES:
-            raise InputError(
-                f"{KEY_VARIABLE} is not {_KEY_BYTES} bytes in base64; make one with: openssl rand -base64 {_KEY_BYTES}"
-            )
-        return cls(secret, scope)
+        secret = secret_from(KEY_VARIABLE, environ)
+        return None if secret is None else cls(secret, scope)
 
     def seal(self, key: str, segment: int, data: bytes | memoryview) -> bytes:
         """Encrypt segment ``segment`` of the chunk under ``key``."""

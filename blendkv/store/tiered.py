@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from blendkv.store.core import TieredStore
 from blendkv.store.memory import MemoryTier
 from blendkv.store.opening import open_disk
 from blendkv.store.policy import POLICIES, disk_policy
+from blendkv.store.quotas import Quotas
 from blendkv.store.reader import KeepingReader
 from blendkv.store.remote import open_remote
 from blendkv.store.remotes import Remotes
@@ -41,6 +43,8 @@ class KVStore(TieredStore[ChunkKV]):
         policy: str = "lru",
         remotes: Sequence[str] = (),
         namespace: str = "default",
+        quotas: Quotas | None = None,
+        encrypt: bool | None = None,
     ) -> KVStore:
         """Open the store at ``path``, creating it where there is none; None keeps everything in memory only.
 
@@ -55,11 +59,17 @@ class KVStore(TieredStore[ChunkKV]):
         remotes, namespace
             URLs of remote tiers, fastest first, and whose chunks are seen there; see `open_remote`. They need a
             ``path``.
+        quotas
+            Bytes that each tenant may have in memory, and on disk; none by default.
+        encrypt
+            Whether what is on disk is encrypted with the key in ``BLENDKV_ENCRYPTION_KEY``; by default as the store
+            is, a new one is not. It stays as it was made.
 
         Raises
         ------
         InputError
-            If a limit is negative, the policy is unknown, or ``path`` holds something else.
+            If a limit is negative, the policy is unknown, or ``path`` holds something else; if the store is encrypted
+            and the key is missing or another one, or ``encrypt`` is not how it is.
         StoreMismatchError
             If a newer version of BlendKV made the store.
         StoreError
@@ -68,14 +78,17 @@ class KVStore(TieredStore[ChunkKV]):
         for name, limit in (("memory_bytes", memory_bytes), ("disk_bytes", disk_bytes)):
             if limit is not None and limit < 0:
                 raise InputError(f"{name} is {limit}; give 0 or more bytes")
-        memory: MemoryTier[ChunkKV] = MemoryTier(memory_bytes, POLICIES.get(policy)())
+        memory: MemoryTier[ChunkKV] = MemoryTier(memory_bytes, POLICIES.get(policy)(), quotas=quotas)
         if path is None:
             if remotes:
                 raise InputError("remote tiers were given for a store in memory only; give it a folder")
-            return cls(memory, None, RepairReport())
+            if encrypt:
+                raise InputError("encrypt was given for a store in memory only; give it a folder")
+            return cls(memory, None, RepairReport(), quotas=quotas)
         tiers = [open_remote(url, namespace=namespace) for url in remotes]
-        disk, repair = open_disk(Path(path).expanduser(), disk_bytes, disk_policy(policy), _file_of)
-        return cls(memory, disk, repair, Remotes(tiers, _file_of) if tiers else None)
+        root = Path(path).expanduser()
+        disk, repair = open_disk(root, disk_bytes, disk_policy(policy), _file_of, quotas, encrypt)
+        return cls(memory, disk, repair, Remotes(tiers, _file_of) if tiers else None, quotas)
 
     def get(self, key: str, token_ids: TokenIds) -> ChunkReader | None:
         """Return a reader for the chunk, or None.
@@ -84,9 +97,10 @@ class KVStore(TieredStore[ChunkKV]):
         counted: None if it shows at once, :class:`DamagedChunkError` from ``layer`` if it shows later.
         """
         self._check_open()
-        kept = self._memory.get(key)
-        if kept is None:
-            kept = self._writer.pending(key)
+        with self._timings.timed("memory get"):
+            kept = self._memory.get(key)
+            if kept is None:
+                kept = self._writer.pending(key)
         if self._answer("memory", kept, token_ids):
             if self._disk is not None:
                 self._disk.index.touch(key)
@@ -94,14 +108,18 @@ class KVStore(TieredStore[ChunkKV]):
         if kept is not None or self._disk is None:
             return None
         try:
-            reader = self._disk.get(key)
+            with self._timings.timed("disk get"):
+                reader = self._disk.get(key)
         except DamagedChunkError as error:
             self._damaged(error)
             reader = None
         if reader is not None:
             if not self._answer("disk", reader, token_ids):
                 return None
-            return KeepingReader(reader, self._memory.fits(reader.nbytes), self._promote, self._damaged)
+            keep = self._memory.fits(reader.nbytes, reader.recipe.tenant)
+            return KeepingReader(
+                reader, keep, self._promote, self._damaged, partial(self._timings.add, "disk load")
+            )  # fmt: skip
         self._answer("disk", None, token_ids)
         return self._get_remote(key, token_ids)
 

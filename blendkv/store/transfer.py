@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import tarfile
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from blendkv.errors import DamagedChunkError, InputError, StoreError
-from blendkv.store.disk import DiskReader, DiskTier
+from blendkv.store.disk import DiskTier
 from blendkv.store.filechunk import FileChunk
+from blendkv.store.filereader import DiskReader
 from blendkv.store.files import temporary_file
 from blendkv.store.opening import open_disk
 from blendkv.store.policy import LruPolicy
@@ -36,25 +38,31 @@ class TransferReport:
 
 
 @contextmanager
-def opened(root: Path, disk_bytes: int | None = None) -> Iterator[DiskTier[FileChunk]]:
+def opened(root: Path, disk_bytes: int | None = None, encrypt: bool | None = None) -> Iterator[DiskTier[FileChunk]]:
     """The disk of the store at ``root``; engines and a daemon may have it open as well."""
-    disk, _ = open_disk(root, disk_bytes, LruPolicy(), _data)
+    disk, _ = open_disk(root, disk_bytes, LruPolicy(), _data, encrypt=encrypt)
     with closing(disk.index):
         yield disk
 
 
-def export_chunks(disk: DiskTier[FileChunk], target: Path, progress: Progress | None = None) -> TransferReport:
+def export_chunks(
+    disk: DiskTier[FileChunk], target: Path, progress: Progress | None = None, *, plain: bool = False
+) -> TransferReport:
     """Write all chunk files of a store into the tar file ``target``, which is there as a whole or not at all.
+
+    They are not encrypted there; of an encrypted store they are written only if ``plain`` says so.
 
     Raises
     ------
     InputError
-        If ``target`` is there already.
+        If ``target`` is there already, or the store is encrypted and ``plain`` is not set.
     StoreError
         If it cannot be written.
     """
     if target.exists():
         raise InputError(f"{target} is there already; give another name, or move it away")
+    if disk.form.sealed and not plain:
+        raise InputError(f"the store at {disk.root} is encrypted and an archive is not; give --plain to write it so")
     rows, chunks, size, left_out = disk.index.rows(), 0, 0, []
     try:
         with temporary_file(target) as (fd, temporary), os.fdopen(os.dup(fd), "wb") as out:
@@ -112,14 +120,18 @@ def import_chunks(disk: DiskTier[FileChunk], source: Path, progress: Progress | 
 
 
 def _add(archive: tarfile.TarFile, disk: DiskTier[FileChunk], key: str) -> int:
-    reader: DiskReader | None = disk.open(key)
+    reader = disk.open(key)
     if reader is None:  # evicted meanwhile
         raise DamagedChunkError(key, "missing: it left the store meanwhile")
-    with closing(reader), os.fdopen(os.dup(reader.fileno()), "rb") as file:
-        member = tarfile.TarInfo(f"{key}.safetensors")
-        member.size = reader.header.file_bytes
-        archive.addfile(member, file)
-        return member.size
+    member = tarfile.TarInfo(f"{key}.safetensors")
+    member.size = reader.header.file_bytes
+    with closing(reader):
+        if isinstance(reader, DiskReader):
+            with os.fdopen(os.dup(reader.fileno()), "rb") as file:
+                archive.addfile(member, file)
+        else:
+            archive.addfile(member, io.BytesIO(reader.whole()))
+    return member.size
 
 
 def _take(archive: tarfile.TarFile, member: tarfile.TarInfo) -> FileChunk:

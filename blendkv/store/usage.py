@@ -6,12 +6,12 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from blendkv.store.chunkfile import recipe_from_json
+from blendkv.types import Recipe
 
 _LEAST_S = 5.0
 _PATIENCE_S = 0.5  # long enough for a small index, which is then up to date
@@ -35,10 +35,12 @@ class CodecUsage:
     """Counts the chunks of the index at ``path`` by codec.
 
     It reads every row, on a thread and a connection of its own, so that neither look-ups nor who asks wait for it.
+    ``recipe_of`` returns the recipe that a text of the index stands for.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, recipe_of: Callable[[str], Recipe]) -> None:
         self._path = path
+        self._recipe_of = recipe_of
         self._lock = threading.Lock()
         self._found: Mapping[str, CodecUse] = {}
         self._until = 0.0
@@ -74,7 +76,7 @@ class CodecUsage:
             rows = connection.execute(_QUERY).fetchall()
         found: dict[str, CodecUse] = {}
         for recipe, chunks, file_bytes, kv_bytes in rows:
-            codec = recipe_from_json(recipe).codec
+            codec = self._recipe_of(recipe).codec
             had = found.get(codec, CodecUse())
             found[codec] = CodecUse(had.chunks + chunks, had.file_bytes + file_bytes, had.kv_bytes + kv_bytes)
         return found

@@ -37,6 +37,12 @@ class BackgroundWriter(Generic[HeldChunk]):
         """Bytes of K and V that wait or are being written."""
         return self._bytes
 
+    @property
+    def pending_chunks(self) -> int:
+        """Chunks that wait or are being written."""
+        with self._changed:
+            return len(self._waiting) + (self._current is not None)
+
     def pending(self, key: str) -> HeldChunk | None:
         """Return the chunk under ``key`` if it waits or is being written."""
         with self._changed:

@@ -22,7 +22,7 @@ import torch
 
 import blendkv
 from blendkv.errors import BlendKVError
-from blendkv.eval.bench import device_blend, device_kernels
+from blendkv.eval.bench import device_blend, device_kernels, device_memory
 from blendkv.eval.bench.device_kernels import Plan
 from blendkv.eval.environment import environment
 from blendkv.kernels import build, testing
@@ -147,6 +147,7 @@ def _on_gpu(check: Check) -> None:
     check.measure("attention", device_kernels.attention_rows(plan, green))
     check.measure("mass", device_kernels.mass_rows(plan, green, copied))
     check.measure("scatter", device_kernels.scatter_rows(plan, green, copied))
+    check.measure("pinned memory", device_memory.memory_rows(plan, device_memory.MemoryPlan(), torch.cuda.cudart()))
     if not check.late("blend"):
         check.measure("blend", _blends(check, plan, green))
 

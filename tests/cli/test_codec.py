@@ -7,6 +7,7 @@ import json
 import pytest
 from tiny_hub import SYSTEM, TOPICS, write_corpus
 
+from blendkv.blend.codec_choice import default_codec
 from blendkv.blend.gate import read_verdict
 from blendkv.config import home
 
@@ -94,7 +95,46 @@ def test_calibrate_judges_a_codec(cli, data, llama, llama_folder, user_folder, t
     wide = ("--data", data, "--format", "jsonl", "--modes", "blend:strided@0.5", "--kl", 1000, "--f1", 1, "--json")
     found = cli("calibrate", "--store", store, *wide)
     assert found.code == 0, found.err
-    assert read_verdict(store, llama.fingerprint).data["codec"] == "turbo4"  # the store's own
+    assert read_verdict(store, llama.fingerprint, "turbo4").codec == "turbo4"  # the store's own
     told = cli("calibrate", "--model", llama_folder, "--codec", "int8", *wide)
     assert told.code == 0, told.err
     assert json.loads(told.out)["data"]["codec"] == "int8"
+
+
+def test_calibrate_chooses_a_codec_and_a_new_store_takes_it(cli, data, llama, llama_folder, user_folder, tmp_path):
+    wide = ("--data", data, "--format", "jsonl", "--modes", "blend:strided@0.5", "--kl", 1000, "--f1", 1)
+    found = cli("calibrate", "--model", llama_folder, "--codec", "auto", *wide, "--json")
+    assert found.code == 0, found.err
+    told = json.loads(found.out)
+    choice = told["choice"]
+    assert told["data"]["codec"] == choice["codec"]
+    assert [row["codec"] for row in choice["rows"]] == ["int8", "turbo4", "turbo3", "turbo2"]
+    assert not choice["rows"][-1]["passed"], "2 bits are too few for any model"
+    assert read_verdict(None, llama.fingerprint, choice["codec"]).passed
+    assert read_verdict(None, llama.fingerprint).passed, "raw was judged too"
+    assert default_codec(None, llama.fingerprint) == choice["codec"]
+    corpus, store = write_corpus(tmp_path / "corpus"), tmp_path / "s"
+    options = ("--store", store, "--model", llama_folder, "--chunk-tokens", 48, "--json")
+    (made,) = rows(cli("ingest", corpus, *options))
+    listed = rows(cli("store", "ls", "--store", store, "--json"))
+    assert sum(row["recipe"]["codec"] == choice["codec"] for row in listed) >= made["kv_computed"] > 0
+    (gate,) = [r for r in rows_of(cli("doctor", "--store", store, "--json")) if r["part"] == "gate"]
+    assert gate["works"]
+    assert gate["detail"].startswith("passed, blends with blend:strided@0.5")
+
+    shown = cli("calibrate", "--store", store, "--codec", "auto", *wide)
+    assert shown.code == 0, shown.err
+    assert "codecs of" in shown.out
+    assert "ingest with --codec makes the store use it" in " ".join(shown.out.split())
+
+
+def test_a_codec_is_chosen_by_the_embedded_engine_only(cli, data, llama_folder):
+    refused = cli("calibrate", "--model", llama_folder, "--data", data, "--codec", "auto", "--engine", "vllm")
+    assert refused.code == 2
+    assert refused.err.strip() == (
+        "error: --codec auto is measured by --engine torch, given vllm; the choice holds for both"
+    )
+
+
+def rows_of(result):
+    return json.loads(result.out)["rows"]

@@ -15,9 +15,10 @@ from daemon_process import MAIN, DaemonProcess, eventually
 from blendkv.cli.watch import Sample, remote_rows, sample, tables, tier_rows
 from blendkv.daemon.client import DaemonStore
 from blendkv.store.base import TierStat
-from blendkv.store.guard import LATENCY_BUCKETS, Latency, RemoteStat
+from blendkv.store.guard import RemoteStat
 from blendkv.store.reports import StoreStat
 from blendkv.store.segments import Traffic
+from blendkv.store.timing import LATENCY_BUCKETS, Latency
 
 
 @pytest.fixture(scope="session")

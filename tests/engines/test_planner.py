@@ -20,7 +20,7 @@ from blendkv.engines.torch.engine import TorchEngine
 from blendkv.engines.torch.warm_up import start_planner
 from blendkv.errors import InputError
 from blendkv.store import KVStore, LoadingReader
-from blendkv.store.disk import DiskReader
+from blendkv.store.filereader import DiskReader
 from blendkv.types import Prompt, Segment, as_token_ids, to_tensor
 
 SYSTEM = as_token_ids(range(5, 14))

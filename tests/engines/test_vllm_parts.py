@@ -74,6 +74,16 @@ def test_salts_keep_blends_apart():
     assert cache_salt(longer, BLEND, SYSTEM, "a") == cache_salt(PROMPT, BLEND, SYSTEM, "a")
 
 
+def test_a_tenant_is_told_and_salted():
+    tag = "ab" * 16
+    recipe = Recipe("system", (1, 2), "float32", tenant=tag)
+    assert transfer_params(PROMPT, BLEND, recipe, False)["blendkv"]["tenant"] == tag
+    for conversation in (None, "c"):
+        salt = cache_salt(PROMPT, BLEND, recipe, conversation)
+        assert salt.startswith(f"blend:strided@0.3|{tag}|")
+        assert salt != cache_salt(PROMPT, BLEND, SYSTEM, conversation)
+
+
 def test_a_blend_is_reported():
     outcome = outcome_of(BLEND, {"blendkv": SAID}, 0.5)
     assert (outcome.mode, outcome.fallback, outcome.incidents) == ("blend:strided@0.3", None, ())

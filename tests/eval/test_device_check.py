@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from scripted_cuda import CudaError, ScriptedCudart
 
 from blendkv.errors import BlendKVError
-from blendkv.eval.bench import device, device_blend, device_kernels
+from blendkv.eval.bench import device, device_blend, device_kernels, device_memory
 
 TINY = {
     **device_blend.LLAMA_8B, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
@@ -45,6 +46,16 @@ def test_what_it_measures_runs():
     for row in rows:
         assert row["ratio"] > 0
         assert row["ours"] in device.line(row)
+
+
+def test_pinned_memory_against_ordinary_memory():
+    memory, cudart = device_memory.MemoryPlan(1 << 20, 1 << 18), ScriptedCudart()
+    (row,) = device_memory.memory_rows(PLAN, memory, cudart)
+    assert [name for name, _ in cudart.calls] == ["register", "unregister"]
+    assert row["ratio"] == pytest.approx(row["rate"] / row["their_rate"])
+    assert "pinned" in device.line(row)
+    with pytest.raises(BlendKVError, match="the arena was not registered"):
+        list(device_memory.memory_rows(PLAN, memory, ScriptedCudart(CudaError.not_supported)))
 
 
 def test_the_blends_check_tells_right_from_wrong():

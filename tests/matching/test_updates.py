@@ -29,14 +29,14 @@ class CountingIndex:
         self.asked += len(keys)
         return self.inner.entries(keys)
 
-    def changed_since(self, tick):
-        changed = self.inner.changed_since(tick)
+    def changed_since(self, tick, tenant=None):
+        changed = self.inner.changed_since(tick, tenant)
         self.changes += len(changed)
         return changed
 
-    def keys(self):
+    def keys(self, *, tenant=None):
         self.listed += 1
-        return self.inner.keys()
+        return self.inner.keys(tenant=tenant)
 
 
 def kv_of(ids):

@@ -60,8 +60,8 @@ def exported(llama, tmp_path_factory):
     """What a server and a daemon export, after something happened in each."""
     folder = tmp_path_factory.mktemp("live")
     corpus = write_corpus(folder / "corpus")
-    for name in ("a", "b"):
-        with open_pipeline(folder / name, llama) as pipeline:
+    for name, codec in (("a", "raw"), ("b", "raw"), ("c", "int8")):  # the last: this process has used a codec
+        with open_pipeline(folder / name, llama, codec=codec) as pipeline:
             pipeline.ingest([corpus], chunk_tokens=48)
     put_verdict(folder / "b", llama.fingerprint)
     with ExitStack() as stack:

@@ -9,12 +9,15 @@ import torch
 from tiny_hub import SYSTEM, BagEmbedder, save_model, write_corpus
 from verdicts import verdict
 
+from blendkv.blend.codec_choice import CodecChoice, CodecEvidence, write_choice
 from blendkv.blend.gate import Gate, write_verdict
+from blendkv.config import home
 from blendkv.engines.base import kv_bytes_per_token
 from blendkv.engines.torch.engine import TorchEngine
 from blendkv.errors import InputError
-from blendkv.library import ChunkLibrary, stored_codec
+from blendkv.library import ChunkLibrary, store_codec, stored_codec
 from blendkv.pipeline import RagPipeline
+from blendkv.retrieval.collection import Collection
 from blendkv.store import CODECS, KVStore
 from blendkv.types import as_token_ids
 
@@ -160,6 +163,55 @@ def test_a_verdict_is_for_the_codec_it_was_measured_with(llama, tmp_path, caplog
     assert gate.measure.endswith("--codec turbo2")
     write_verdict(tmp_path / "s", llama.fingerprint, verdict(MODE, data={"codec": "turbo2"}))
     assert Gate.read(tmp_path / "s", llama.fingerprint, "m", codec="turbo2").state == "passed"
-    assert Gate.read(tmp_path / "s", llama.fingerprint, "m").state == "not_measured"
+    assert Gate.read(tmp_path / "s", llama.fingerprint, "m").state == "passed", "raw's still stands"
     with open_store(tmp_path / "s", llama, "turbo2") as pipeline:
         assert (pipeline.gate.state, str(pipeline.mode)) == ("passed", MODE)
+
+
+@pytest.fixture
+def user_folder(tmp_path, monkeypatch):
+    """A home of its own, for a choice; compiled kernels are the other's."""
+    own = tmp_path / "home"
+    own.mkdir()
+    (own / "kernels").symlink_to(home() / "kernels")
+    monkeypatch.setenv("BLENDKV_HOME", str(own))
+    return own
+
+
+def chosen(folder, engine, codec="int8", *modes):
+    """What `calibrate --codec auto` leaves behind."""
+    row = CodecEvidence(codec, 0.5, 30, 0.02, 0.0, 0.001, True)
+    write_choice(folder, engine.fingerprint, CodecChoice(codec, MODE, 0.005, 0.95, (row,)))
+    write_verdict(folder, engine.fingerprint, verdict(*modes, data={"codec": codec}))
+
+
+def test_a_new_store_takes_the_codec_that_was_chosen_for_its_model(llama, corpus, user_folder, tmp_path, caplog):
+    chosen(user_folder, llama, "int8", MODE)
+    folder = tmp_path / "s"
+    with caplog.at_level(logging.WARNING), open_store(folder, llama) as pipeline:
+        assert f"{folder} stores chunk KVs with codec int8: calibrate chose it for this model" in caplog.text
+        assert (pipeline.library.recipe.codec, pipeline.gate.state, str(pipeline.mode)) == ("int8", "passed", MODE)
+    assert stored_codec(folder) == "int8"
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        computed = fill(folder, llama, corpus)
+    assert "codec" not in caplog.text, "said once"
+    assert chunks(folder) == (["int8"] * computed, ["raw"])
+    chosen(user_folder, llama, "turbo4", MODE)
+    assert fill(folder, llama, corpus) == 0, "a store keeps its codec"
+
+
+def test_the_choice_is_no_default_where_something_speaks_against_it(llama, other_folder, corpus, user_folder, tmp_path):
+    fill(tmp_path / "old", llama, corpus)
+    with Collection(tmp_path / "old") as collection:
+        collection.set_meta("codec", None)
+    chosen(user_folder, llama, "int8", MODE)
+    assert store_codec(tmp_path / "old", llama.fingerprint) == "raw", "ingested before stores said their codec"
+    assert store_codec(tmp_path / "new", llama.fingerprint) == "int8"
+    other = TorchEngine.load(str(other_folder))
+    assert store_codec(tmp_path / "new", other.fingerprint) == "raw", "another model"
+    with open_store(tmp_path / "named", llama, "raw") as pipeline:
+        assert pipeline.library.recipe.codec == "raw"
+    chosen(user_folder, llama, "int8")
+    with open_store(tmp_path / "failed", llama) as pipeline:
+        assert (pipeline.library.recipe.codec, pipeline.gate.state) == ("raw", "not_measured")

@@ -51,7 +51,7 @@ class EchoEngine:
     def __init__(self, tokenizer):
         self.tokenizer, self.asked, self.outcome = tokenizer, [], Outcome("full", seconds={"prepare": 0.0})
 
-    def library(self, store, kind, system_prefix, codec=None):
+    def library(self, store, kind, system_prefix, codec=None, tenant=""):
         return Names(self, store, kind, system_prefix, codec or "raw")
 
     def conversation(self):

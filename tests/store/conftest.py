@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from blendkv.store import ChunkReader, KVStore
-from blendkv.store.disk import DiskReader
+from blendkv.store.filereader import DiskReader
 from blendkv.types import ChunkKV
 
 

@@ -17,7 +17,8 @@ from safetensors.torch import save
 
 from blendkv.errors import DamagedChunkError, InputError, StoreMismatchError
 from blendkv.store import chunkfile
-from blendkv.store.disk import DiskReader
+from blendkv.store.filereader import DiskReader
+from blendkv.store.forms import PlainForm
 from blendkv.store.index import Row
 from blendkv.store.repair import _read_row
 from blendkv.store.tensors import encode_chunk
@@ -53,7 +54,7 @@ def test_round_trip(make_kv, assert_same, tmp_path_factory, number, tokens, head
     path = tmp_path_factory.mktemp("file") / "x"
     path.write_bytes(encode_chunk(kv))
     assert outcome(path, kv, assert_same) == "exact"
-    row = _read_row(path, kv.key)
+    row = _read_row(path, kv.key, PlainForm())
     assert (row.key, row.recipe, row.nbytes, row.file_bytes) == (kv.key, kv.recipe, kv.nbytes, path.stat().st_size)
 
 
@@ -114,7 +115,7 @@ def test_random_damage_is_noticed_with_the_reason(make_kv, assert_same, tmp_path
         if outcome(path, kv, assert_same) == "exact":
             assert bytes(junk) == data
         with pytest.raises(DamagedChunkError):
-            _read_row(path, "0" * 64)
+            _read_row(path, "0" * 64, PlainForm())
         path.write_bytes(rng.randbytes(rng.randrange(500)))
         assert outcome(path, kv, assert_same) != "exact"
     path.write_bytes(data + b"x")
@@ -129,7 +130,7 @@ def test_a_file_of_another_chunk_is_refused(make_kv, assert_same, tmp_path):
     path.write_bytes(encode_chunk(foreign))
     assert outcome(path, kv, assert_same) == "mismatch: the file holds a chunk of another model or recipe"
     with pytest.raises(DamagedChunkError, match="the key does not belong to this content"):
-        _read_row(path, kv.key)
+        _read_row(path, kv.key, PlainForm())
 
 
 def rewritten(data, **changes):
@@ -159,7 +160,7 @@ def test_files_of_the_first_releases_are_read(make_kv, assert_same, tmp_path):
     path.write_bytes(as_the_first_releases_wrote_it(kv))
     assert path.read_bytes() != bytes(encode_chunk(kv))
     assert outcome(path, kv, assert_same) == "exact"
-    assert _read_row(path, kv.key).key == kv.key
+    assert _read_row(path, kv.key, PlainForm()).key == kv.key
     assert not DiskReader(path, row_of(kv)).header.in_order
     path.write_bytes(encode_chunk(kv))
     header = DiskReader(path, row_of(kv)).header

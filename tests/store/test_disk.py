@@ -12,7 +12,7 @@ import pytest
 
 from blendkv.errors import DamagedChunkError, StoreError, StoreFullError
 from blendkv.store import POLICIES, KVStore, LruPolicy
-from blendkv.store.disk import DiskReader
+from blendkv.store.filereader import DiskReader
 from blendkv.store.tensors import encode_chunk
 
 

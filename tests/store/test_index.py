@@ -102,7 +102,7 @@ def test_a_newer_store_is_refused(tmp_path, make_kv):
     database = sqlite3.connect(tmp_path / "s" / "index.sqlite")
     database.execute("PRAGMA user_version = 99")
     database.close()
-    with pytest.raises(StoreMismatchError, match=r"format 99; up to 1 can be used: upgrade blendkv"):
+    with pytest.raises(StoreMismatchError, match=r"format 99; up to 2 can be used: upgrade blendkv"):
         KVStore.open(tmp_path / "s", memory_bytes=0)
     assert len(list((tmp_path / "s").glob("kv/*/*.safetensors"))) == 1
 

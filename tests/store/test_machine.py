@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import shutil
 import tempfile
 import threading
@@ -18,6 +19,8 @@ from blendkv.daemon.client import DaemonStore
 from blendkv.daemon.server import Daemon
 from blendkv.errors import StoreFullError
 from blendkv.store import ChunkReader, KVStore
+from blendkv.store.seal import KEY_VARIABLE, OVERHEAD
+from blendkv.store.segments import table_bytes
 from blendkv.store.tensors import encode_chunk
 from blendkv.types import ChunkKV
 
@@ -30,6 +33,7 @@ class StoreMachine(RuleBasedStateMachine):
     kvs: list[ChunkKV]
     memory_bytes: int
     disk_chunks: int | None
+    encrypt = False
     assert_same: Callable[[ChunkReader, ChunkKV], None]
 
     def __init__(self):
@@ -39,13 +43,19 @@ class StoreMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self):
-        self.open_store(None if self.disk_chunks is None else self.disk_chunks * len(encode_chunk(self.kvs[0])))
+        size = len(encode_chunk(self.kvs[0]))
+        if self.encrypt:  # a table, and a nonce and a tag per segment
+            segments = self.kvs[0].layers + 1
+            size += table_bytes(segments) + segments * OVERHEAD
+        self.open_store(None if self.disk_chunks is None else self.disk_chunks * size)
         assert not self.store.repair
         # What is in memory only (the disk was full of pins) ends with the process.
         self.model = {number: pinned for number, pinned in self.model.items() if self.on_disk(number)}
 
     def open_store(self, limit):
-        self.store = KVStore.open(self.path / "s", memory_bytes=self.memory_bytes, disk_bytes=limit)
+        self.store = KVStore.open(
+            self.path / "s", memory_bytes=self.memory_bytes, disk_bytes=limit, encrypt=self.encrypt
+        )
 
     def close_store(self):
         self.store.close()
@@ -145,7 +155,7 @@ class DaemonMachine(StoreMachine):
     """The same over a client and a daemon, which ends whenever the store is reopened."""
 
     def open_store(self, limit):
-        self.daemon = Daemon(self.path / "s", self.memory_bytes, limit)
+        self.daemon = Daemon(self.path / "s", self.memory_bytes, limit, encrypt=self.encrypt)
         self.thread = threading.Thread(target=self.daemon.serve)
         self.thread.start()
         self.store = DaemonStore(self.path / "s", 60.0)
@@ -185,3 +195,15 @@ def test_so_it_is_in_a_daemon(make_kv, assert_same, memory_chunks, disk_chunks):
     kvs = [make_kv(number, tokens=6) for number in range(6)]
     memory = memory_chunks * PAGE
     run(DaemonMachine, 8, kvs=kvs, memory_bytes=memory, disk_chunks=disk_chunks, assert_same=staticmethod(assert_same))
+
+
+@pytest.mark.parametrize(("machine", "memory_chunks", "disk_chunks"), [
+    (StoreMachine, 0, None), (StoreMachine, 2, 3), (DaemonMachine, 10, None), (DaemonMachine, 10, 3),
+])  # fmt: skip
+def test_so_it_is_encrypted(make_kv, assert_same, monkeypatch, machine, memory_chunks, disk_chunks):
+    """In a daemon with memory for all: what is sealed it reads for its clients, to its memory."""
+    monkeypatch.setenv(KEY_VARIABLE, base64.b64encode(bytes(range(32))).decode())
+    kvs = [make_kv(number, tokens=6) for number in range(6)]
+    memory = memory_chunks * (PAGE if machine is DaemonMachine else kvs[0].nbytes)
+    more = {"kvs": kvs, "memory_bytes": memory, "disk_chunks": disk_chunks, "encrypt": True}
+    run(machine, 8, assert_same=staticmethod(assert_same), **more)

@@ -14,7 +14,7 @@ from pathlib import Path
 MAIN = "from blendkv.cli.main import main; main()"
 STUCK_DISK = """
 import time
-from blendkv.store.disk import DiskReader
+from blendkv.store.filereader import DiskReader
 fill = DiskReader.fill
 def stuck(self, index, file):
     if index >= {layer}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import random
 import time
 from types import SimpleNamespace
@@ -10,12 +11,13 @@ import pytest
 import vllm_engine  # noqa: F401 - imports vLLM without its warnings
 from tiny import random_ids, seed_of_run
 
-from blendkv.engines.vllm.messages import WorkerReport
+from blendkv.engines.vllm.messages import NotBlendedError, WorkerReport
 from blendkv.engines.vllm.plan import Facts, Planner
 from blendkv.engines.vllm.scheduler import BlendScheduler
 from blendkv.engines.vllm.settings import ConnectorSettings
 from blendkv.errors import InputError, StoreError
 from blendkv.matching import Match
+from blendkv.tenants import tenant_tag
 from blendkv.types import Recipe, as_token_ids, chunk_key
 
 pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.filterwarnings("ignore")]
@@ -74,7 +76,7 @@ class World:
         self.scheduler = BlendScheduler(self.settings, planner, self.ahead, step, self.refresh)
         self.prefix = tuple(random_ids(self.rng, 10))
 
-    def find(self, ids):
+    def find(self, ids, tenant=""):
         return self.found
 
     def refresh(self):
@@ -380,3 +382,81 @@ def test_a_plan_is_cheap():
         world.scheduler.matched(request, 0)
     print(f"{(time.perf_counter() - began) / 100 * 1e6:.0f} us per poll of {request.num_prompt_tokens} tokens")
     assert world.store.asked == asked
+
+
+TAG = "ab" * 16
+
+
+def of_tenant(world, request, tag=TAG):
+    request.kv_transfer_params["blendkv"]["tenant"] = tag
+    request.cache_salt = f"{MODE}|{tag}|x"
+    return request
+
+
+def test_a_tenants_request_uses_the_tenants_chunks_only():
+    world = World()
+    chunks = world.chunks(2, size=200)
+    wanted, work = world.step(of_tenant(world, world.request("a", chunks)))
+    assert not wanted
+    assert world.scheduler.finished(SimpleNamespace(request_id="a"))["reason"] == "nothing_stored"
+    for chunk in chunks:
+        recipe = Recipe("system", world.prefix, "float32", tenant=TAG)
+        world.store.keys.add(chunk_key("model", recipe, as_token_ids(chunk)))
+    wanted, work = world.step(of_tenant(world, world.request("b", chunks)))
+    assert wanted
+    assert work.loads[0].tenant == TAG
+
+
+def test_missing_chunks_are_computed_for_their_tenant():
+    world = World(min_saving=-1)
+    chunks = world.chunks(1, size=200, kept=False)
+    world.scheduler.matched(of_tenant(world, world.request("a", chunks)), 0)
+    world.scheduler.matched(world.request("b", chunks), 0)
+    computes = [c for _ in range(2) for c in world.scheduler.metadata({}).computes]
+    assert sorted((c.tenant, c.chunks) for c in computes) == [(tag, (tuple(chunks[0]),)) for tag in ("", TAG)]
+
+
+@pytest.mark.parametrize(
+    ("tag", "salt", "reason"),
+    [
+        (TAG, f"{MODE}|x", "cache_salt"),
+        (TAG, MODE, "cache_salt"),
+        (TAG, None, "cache_salt"),
+        (TAG, f"{MODE}|{'cd' * 16}", "cache_salt"),
+        ("acme", f"{MODE}|acme", "parameters"),
+        (7, f"{MODE}|7", "parameters"),
+    ],
+)
+def test_a_salt_that_does_not_name_the_tenant_is_refused(tag, salt, reason):
+    """Else vLLM's prefix cache would hand one tenant's KV to another."""
+    world = World()
+    request = of_tenant(world, world.request("a", world.chunks(1, size=200)), tag)
+    request.cache_salt = salt
+    assert not world.step(request)[0]
+    assert world.scheduler.finished(request)["reason"] == reason
+
+
+def test_the_processs_own_tenant_is_that_of_requests_that_name_none(monkeypatch):
+    monkeypatch.setenv("BLENDKV_TENANT_SALT", base64.b64encode(bytes(range(32))).decode())
+    settings = ConnectorSettings.read({"store": "unused", "mode": MODE, "tenant": "acme", "all_requests": True})
+    tag = tenant_tag("acme")
+    assert settings.tag == tag
+    world = World()
+    asked = []
+    finder = SimpleNamespace(find=lambda ids, tenant="": asked.append(tenant) or [])
+    planner = Planner(settings, Facts("model", "float32", 1, True, "raw", tag), world.store, finder)
+    request = world.request("a", world.chunks(1, size=200), boundaries=False)
+    request.kv_transfer_params, request.cache_salt = None, None
+    planner.plan(request)
+    other = of_tenant(world, world.request("b", world.chunks(1, size=200), boundaries=False))
+    planner.plan(other)
+    assert asked == [tag, TAG]
+    other.cache_salt = None
+    with pytest.raises(NotBlendedError, match="cache_salt must begin"):
+        planner.plan(other)
+
+
+def test_a_tenant_without_a_salt_is_refused_before_anything_is_loaded(monkeypatch):
+    monkeypatch.delenv("BLENDKV_TENANT_SALT", raising=False)
+    with pytest.raises(InputError, match="BLENDKV_TENANT_SALT is not set"):
+        ConnectorSettings.read({"store": "unused", "tenant": "acme"})

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from blendkv.blend import BlendReport, BlendSettings, Mode, blend, collect
 from blendkv.blend.loading import LoadingPlanner, LoadPlan
 from blendkv.blend.planned import PlannedBlend
+from blendkv.daemon.pinning import pin_for
 from blendkv.engines.base import (
     Conversation,
     GenerationOptions,
@@ -61,6 +62,7 @@ class TorchEngine:
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.lock = threading.Lock()
         self.planner: LoadingPlanner | None = None
+        self._pins = False
         self.context = context_of(model.config.get_text_config(decoder=True))
         self.fingerprint = fingerprint or fingerprint_model(
             model, model.config.to_dict(), tokenizer.backend_tokenizer.to_str()
@@ -133,7 +135,11 @@ class TorchEngine:
     ) -> BlendReport:
         """Blend ``prompt`` behind what ``cache`` holds; see `blendkv.blend.blend`."""
         with self.lock, span("blend", tokens=len(prompt), budget_asked=settings.asked) as told:
-            report = blend(self.runner, prompt, source, cache, settings, logits_to_keep)
+            try:
+                report = blend(self.runner, prompt, source, cache, settings, logits_to_keep)
+            finally:
+                if self._pins:  # copies from page-locked memory go on by themselves, and its owner may let go of it now
+                    torch.cuda.synchronize(self.model.device)
             told.set(
                 budget_spent=report.budget_spent, reusable_tokens=report.reusable_tokens,
                 recomputed_tokens=report.recomputed_tokens, bytes=report.bytes_loaded,
@@ -141,10 +147,16 @@ class TorchEngine:
             return report
 
     def library(
-        self, store: Store, kind: RecipeKind, system_prefix: TokenIds, codec: str | None = None
+        self,
+        store: Store,
+        kind: RecipeKind,
+        system_prefix: TokenIds,
+        codec: str | None = None,
+        tenant: str = "",
     ) -> ChunkLibrary:
         """The chunk KVs of this engine in ``store``, raw unless a codec is named."""
-        return ChunkLibrary(self, store, kind, system_prefix, codec or RAW)
+        self._pins |= pin_for(store, self.model.device)
+        return ChunkLibrary(self, store, kind, system_prefix, codec or RAW, tenant)
 
     def conversation(self) -> TorchConversation:
         """Start a conversation, whose history stays in a cache."""

@@ -35,9 +35,9 @@ from blendkv.engines.vllm.settings import ConnectorSettings
 from blendkv.engines.vllm.stats import BlendProm, BlendStats
 from blendkv.engines.vllm.worker import BlendWorker, bos_token_id, described, model_folder
 from blendkv.errors import InputError, StoreError, UnsupportedModelError
-from blendkv.library import stored_codec
-from blendkv.matching import ChunkFinder
-from blendkv.store.codecs import RAW, check_codec
+from blendkv.library import store_codec
+from blendkv.matching import ChunkFinder, TenantFinders
+from blendkv.store.codecs import check_codec
 
 activate()
 _log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         self._blender: BlendWorker | None = None
         self._refused: UnsupportedModelError | None = None
         self._fingerprint = fingerprint_folder(model_folder(vllm_config))
-        self.codec = self.settings.codec or stored_codec(self.settings.store) or RAW
+        self.codec = self.settings.codec or store_codec(self.settings.store, self._fingerprint)
         check_codec(self.codec, [vllm_config.model_config.get_head_size()])
         self._scheduler: BlendScheduler | None = None
         self._apart = vllm_config.parallel_config.distributed_executor_backend != "uni"  # workers are other processes
@@ -85,8 +85,13 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         config = self._vllm_config
         dtype = str(config.model_config.dtype).removeprefix("torch.")
         bos = bos_token_id(config)
-        facts = Facts(self._fingerprint, dtype, bos, bool(config.cache_config.enable_prefix_caching), self.codec)
-        finder = ChunkFinder(self._store, self._fingerprint, dtype, bos, self.codec)
+        caching, tenant = bool(config.cache_config.enable_prefix_caching), self.settings.tag
+        facts = Facts(self._fingerprint, dtype, bos, caching, self.codec, tenant)
+
+        def finder_of(tag: str) -> ChunkFinder:
+            return ChunkFinder(self._store, self._fingerprint, dtype, bos, self.codec, tag)
+
+        finder = TenantFinders(finder_of, tenant)
         try:
             finder.refresh()  # the first one reads the whole index
         except StoreError as error:  # a daemon that does not answer now; each step tries again

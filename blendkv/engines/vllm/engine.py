@@ -203,7 +203,12 @@ class VllmEngine:
         return count
 
     def library(
-        self, store: Store, kind: RecipeKind, system_prefix: TokenIds, codec: str | None = None
+        self,
+        store: Store,
+        kind: RecipeKind,
+        system_prefix: TokenIds,
+        codec: str | None = None,
+        tenant: str = "",
     ) -> WorkerLibrary:
         """The chunk KVs of this engine in ``store``.
 
@@ -221,7 +226,7 @@ class VllmEngine:
             raise InputError(
                 f"vLLM's workers have the store {self.store} open, not {store.path}: load an engine per store"
             )
-        return WorkerLibrary(self, store, kind, system_prefix)
+        return WorkerLibrary(self, store, kind, system_prefix, tenant)
 
     def conversation(self) -> VllmConversation:
         """Start a conversation, whose blended history stays in vLLM's prefix cache while there is room."""
@@ -253,6 +258,8 @@ class VllmEngine:
             arguments["extra_args"] = {"kv_transfer_params": params}
             name = None if conversation is None else conversation.name
             inputs["cache_salt"] = cache_salt(prompt, asked, library.recipe, name)
+        elif library.recipe.tenant:  # nor is KV of a full prefill shared between tenants: its time would tell of it
+            inputs["cache_salt"] = library.recipe.tenant
         sampling = SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
         known = Outcome(
             "full" if asked is None else str(asked), None, *fallback, {"prepare": time.perf_counter() - began}

@@ -28,9 +28,11 @@ class BlendExtension:
         """
         return _answered(lambda: _describe(self.vllm_config.model_config))  # type: ignore[attr-defined]
 
-    def blendkv_precompute(self, chunks: list[list[int]], kind: str, prefix: list[int]) -> dict[str, Any]:
+    def blendkv_precompute(
+        self, chunks: list[list[int]], kind: str, prefix: list[int], tenant: str = ""
+    ) -> dict[str, Any]:
         """Compute the chunks that the store lacks behind a recipe's prefix, and wait until they are stored."""
-        return _answered(lambda: _precompute(chunks, kind, prefix))
+        return _answered(lambda: _precompute(chunks, kind, prefix, tenant))
 
 
 def _answered(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -71,8 +73,8 @@ def _describe(model: Any) -> dict[str, Any]:
     }
 
 
-def _precompute(chunks: list[list[int]], kind: str, prefix: list[int]) -> dict[str, Any]:
-    library = _blender().library(kind, as_token_ids(prefix))
+def _precompute(chunks: list[list[int]], kind: str, prefix: list[int], tenant: str) -> dict[str, Any]:
+    library = _blender().library(kind, as_token_ids(prefix), tenant)
     before = library.counts.computed, library.counts.computed_tokens
     library.precompute([as_token_ids(c) for c in chunks], None)
     return {

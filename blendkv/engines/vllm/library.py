@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 class WorkerLibrary(Library):
     """A `Library` over the store that vLLM's workers have open too."""
 
-    def __init__(self, engine: VllmEngine, store: Store, kind: RecipeKind, system_prefix: TokenIds) -> None:
-        super().__init__(engine, store, kind, system_prefix, engine.codec)
+    def __init__(
+        self, engine: VllmEngine, store: Store, kind: RecipeKind, system_prefix: TokenIds, tenant: str = ""
+    ) -> None:
+        super().__init__(engine, store, kind, system_prefix, engine.codec, tenant)
         self.engine = engine
 
     @property
@@ -30,8 +32,9 @@ class WorkerLibrary(Library):
         """Compute and store chunks, pass by pass, between which vLLM serves its requests."""
         for group in batches(chunks, library.PASS_TOKENS):
             done = self.engine.rpc(
-                "blendkv_precompute", [c.tolist() for c in group], self.kind, list(self.recipe.prefix)
-            )
+                "blendkv_precompute",
+                [c.tolist() for c in group], self.kind, list(self.recipe.prefix), self.recipe.tenant,
+            )  # fmt: skip
             self.counts.computed += done["computed"]
             self.counts.computed_tokens += done["computed_tokens"]
             yield sum(len(c) for c in group)

@@ -59,7 +59,7 @@ class Load:
     """A request to blend: its tokens but the last, cut into pieces, and the blocks that its KV goes to.
 
     ``block_ids`` has one tuple per KV cache group. ``written`` tokens are in the blocks already (a local hit) and are
-    not written again. ``recipe`` says how chunks without a key are computed.
+    not written again. ``recipe`` says how chunks without a key are computed, ``tenant`` (a tag) whose they are.
     """
 
     request_id: str
@@ -69,6 +69,7 @@ class Load:
     settings: BlendSettings
     block_ids: tuple[tuple[int, ...], ...]
     written: int
+    tenant: str = ""
 
     def prompt(self) -> Prompt:
         """The tokens, cut into segments."""
@@ -87,6 +88,7 @@ class Compute:
     recipe: RecipeKind
     prefix: tuple[int, ...]
     chunks: tuple[tuple[int, ...], ...]
+    tenant: str = ""
 
     @property
     def tokens(self) -> int:

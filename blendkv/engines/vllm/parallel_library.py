@@ -21,12 +21,18 @@ _COMPUTED_BYTES = 1 << 28
 
 
 def library(
-    ranks: Ranks, engine: ChunkEngine, store: Store, kind: RecipeKind, prefix: TokenIds, codec: str
+    ranks: Ranks,
+    engine: ChunkEngine,
+    store: Store,
+    kind: RecipeKind,
+    prefix: TokenIds,
+    codec: str,
+    tenant: str = "",
 ) -> ChunkLibrary:
     """The library for a number of ranks: `ChunkLibrary` for one, else `ParallelLibrary`."""
     if ranks.size == 1:
-        return ChunkLibrary(engine, store, kind, prefix, codec)
-    return ParallelLibrary(ranks, engine, store, kind, prefix, codec)
+        return ChunkLibrary(engine, store, kind, prefix, codec, tenant)
+    return ParallelLibrary(ranks, engine, store, kind, prefix, codec, tenant)
 
 
 class ParallelLibrary(ChunkLibrary):
@@ -44,8 +50,9 @@ class ParallelLibrary(ChunkLibrary):
         kind: RecipeKind,
         system_prefix: TokenIds,
         codec: str = RAW,
+        tenant: str = "",
     ) -> None:
-        super().__init__(engine, store, kind, system_prefix, codec)
+        super().__init__(engine, store, kind, system_prefix, codec, tenant)
         self._ranks = ranks
         self._at_hand: dict[str, ChunkReader | None] | None = None
         """While a prompt is looked up: what that has found, or computed, by key."""

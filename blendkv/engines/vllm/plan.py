@@ -15,18 +15,18 @@ from blendkv.errors import InputError
 from blendkv.matching import Match
 from blendkv.store.codecs import RAW
 from blendkv.store.door import Store
-from blendkv.types import Recipe, RecipeKind, TokenIds, as_token_ids, chunk_key
+from blendkv.types import Recipe, RecipeKind, TokenIds, as_token_ids, check_tenant, chunk_key
 
 KINDS = ("system", "chunk", "history", "query")
 WORKLOADS = ("rag", "chat", "agent", "single")
-_FIELDS = ("segments", "mode", "recipe", "workload")
+_FIELDS = ("segments", "mode", "recipe", "workload", "tenant")
 
 
 class Finder(Protocol):
-    """Finds stored chunks in token ids; see `blendkv.matching.ChunkFinder`."""
+    """Finds stored chunks in token ids; see `blendkv.matching.TenantFinders`."""
 
-    def find(self, token_ids: TokenIds) -> list[Match]:
-        """Matches in order, without overlaps."""
+    def find(self, token_ids: TokenIds, tenant: str = "") -> list[Match]:
+        """Matches of a tenant's chunks, in order, without overlaps."""
         ...
 
 
@@ -39,6 +39,8 @@ class Facts:
     bos_token_id: int | None
     prefix_caching: bool
     codec: str = RAW
+    tenant: str = ""
+    """The tag of whose chunks are used by requests that name no tenant."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Plan:
     stored: tuple[tuple[str, TokenIds], ...]
     rows: int
     reused: int
+    tenant: str = ""
 
 
 class Planner:
@@ -99,6 +102,7 @@ class Planner:
             workload = _one_of("workload", wanted.get("workload", "rag"), WORKLOADS)
             recipe = wanted.get("recipe")
             recipe = None if recipe is None else _one_of("recipe", recipe, ("system", "bos"))
+            tenant = check_tenant(wanted.get("tenant", self._facts.tenant))
             segments = _segments(wanted.get("segments"), request)
         except NotBlendedError:
             raise
@@ -106,20 +110,20 @@ class Planner:
             raise NotBlendedError("parameters", f"request {request.request_id}: {error}") from error
         if mode.settings is None:
             raise NotBlendedError("mode", "the mode is full: leave blendkv out of kv_transfer_params")
-        self._check(request, str(mode))
+        self._check(request, str(mode), tenant)
         ids = as_token_ids(request.prompt_token_ids[:-1])  # the last token is left to vLLM
         if segments is None:
-            return self._by_content(ids, mode.settings, str(mode), workload)
+            return self._by_content(ids, mode.settings, str(mode), workload, tenant)
         cut = (*segments[:-1], (segments[-1][0], segments[-1][1] - 1))
-        return self._by_boundaries(ids, cut, mode.settings, str(mode), workload, recipe)
+        return self._by_boundaries(ids, cut, mode.settings, str(mode), workload, recipe, tenant)
 
-    def _check(self, request: Any, mode: str) -> None:
+    def _check(self, request: Any, mode: str, tenant: str) -> None:
         """Refuse what is not blended, and settings that the salt does not name."""
-        unsalted = self._settings.all_requests and request.cache_salt is None and mode == self._default_mode
-        if self._facts.prefix_caching and not unsalted and not (request.cache_salt or "").startswith(mode):
-            raise NotBlendedError(
-                "cache_salt", f"cache_salt is {request.cache_salt!r}; with prefix caching it must begin with {mode}"
-            )
+        usual = mode == self._default_mode and tenant == self._facts.tenant
+        unsalted = self._settings.all_requests and request.cache_salt is None and usual
+        if self._facts.prefix_caching and not unsalted and not _salted(request.cache_salt or "", mode, tenant):
+            form = f"{mode}|TAG, TAG being the tenant's" if tenant else mode
+            raise NotBlendedError("cache_salt", f"with prefix caching, cache_salt must begin with {form}")
         if request.lora_request is not None:
             raise NotBlendedError("lora", "chunk KV is the plain model's; requests with LoRA are prefilled in full")
         if request.prompt_token_ids is None or request.prompt_embeds is not None:
@@ -145,14 +149,15 @@ class Planner:
         mode: str,
         workload: str,
         recipe: RecipeKind | None,
+        tenant: str,
     ) -> Plan:
         """Chunks where the request says that they are; those that the store lacks are to be computed."""
         facts = self._facts
-        start = Recipe("system", (), facts.dtype)
+        start = Recipe("system", (), facts.dtype, tenant=tenant)
         prefix = tuple(int(t) for t in ids[: segments[0][1]]) if segments[0][0] == "system" else ()
         kind: RecipeKind = recipe or ("system" if prefix else "bos")
         bos = () if facts.bos_token_id is None else (facts.bos_token_id,)
-        behind = Recipe(kind, prefix if kind == "system" else bos, facts.dtype, facts.codec)
+        behind = Recipe(kind, prefix if kind == "system" else bos, facts.dtype, facts.codec, tenant)
         stored: list[tuple[str, TokenIds]] = []
         missing: dict[bytes, tuple[int, ...]] = {}
         position = fresh = reused = 0
@@ -174,16 +179,16 @@ class Planner:
         pieces = tuple(Piece(k, n) for k, n in segments)
         chunk_tokens = sum(n for k, n in segments if k == "chunk")
         rows = fresh + _selected(settings, chunk_tokens, segments[-1][1])
-        wanted = Compute(kind, behind.prefix, tuple(missing.values()))
-        return Plan(pieces, settings, mode, workload, kind, wanted, tuple(stored), rows, reused)
+        wanted = Compute(kind, behind.prefix, tuple(missing.values()), tenant)
+        return Plan(pieces, settings, mode, workload, kind, wanted, tuple(stored), rows, reused, tenant)
 
-    def _by_content(self, ids: TokenIds, settings: BlendSettings, mode: str, workload: str) -> Plan:
+    def _by_content(self, ids: TokenIds, settings: BlendSettings, mode: str, workload: str, tenant: str) -> Plan:
         """Chunks where the finder sees them; all else is fresh."""
         last = len(ids) - 1  # the question keeps one token at least
         pieces: list[Piece] = []
         stored: list[tuple[str, TokenIds]] = []
         position = reused = 0
-        for match in self._finder.find(ids):
+        for match in self._finder.find(ids, tenant):
             stop = min(match.stop, last)
             if stop <= match.start:
                 continue
@@ -197,7 +202,12 @@ class Planner:
         fresh = sum(p.tokens for p in pieces if p.key is None)
         rows = fresh + _selected(settings, reused, pieces[-1].tokens)
         nothing = Compute("bos", (), ())
-        return Plan(tuple(pieces), settings, mode, workload, "bos", nothing, tuple(stored), rows, reused)
+        return Plan(tuple(pieces), settings, mode, workload, "bos", nothing, tuple(stored), rows, reused, tenant)
+
+
+def _salted(salt: str, mode: str, tenant: str) -> bool:
+    """Whether a salt of the prefix cache names the mode, and the tenant behind it."""
+    return salt.startswith(f"{mode}|{tenant}" if tenant else mode)
 
 
 def _selected(settings: BlendSettings, chunk_tokens: int, question: int) -> int:

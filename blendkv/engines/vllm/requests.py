@@ -32,21 +32,23 @@ def transfer_params(prompt: Prompt, mode: Mode, recipe: Recipe, in_conversation:
     """``kv_transfer_params`` of a request that is to be blended; see `blendkv.engines.vllm.connector`."""
     segments = [[s.kind, len(s.token_ids)] for s in prompt.segments]
     workload = "chat" if in_conversation else "rag"
-    return {"blendkv": {"segments": segments, "mode": str(mode), "recipe": recipe.kind, "workload": workload}}
+    told = {"segments": segments, "mode": str(mode), "recipe": recipe.kind, "workload": workload}
+    return {"blendkv": {**told, "tenant": recipe.tenant}}
 
 
 def cache_salt(prompt: Prompt, mode: Mode, recipe: Recipe, conversation: str | None) -> str:
     """The salt of a blended request's KV in vLLM's prefix cache.
 
     Which tokens are recomputed depends on the question, so KV that was blended for one prompt serves that very prompt
-    again, and later turns of its conversation, but no other.
+    again, and later turns of its conversation, but no other. A tenant's tag is part of it.
     """
+    begins = f"{mode}|{recipe.tenant}" if recipe.tenant else f"{mode}"
     if conversation is not None:
-        return f"{mode}|{conversation}"
+        return f"{begins}|{conversation}"
     digest = hashlib.blake2b(recipe.digest.encode(), digest_size=16)
     digest.update(repr([(s.kind, len(s.token_ids)) for s in prompt.segments]).encode())
     digest.update(np.ascontiguousarray(prompt.token_ids, dtype="<i4").tobytes())
-    return f"{mode}|{digest.hexdigest()}"
+    return f"{begins}|{digest.hexdigest()}"
 
 
 def outcome_of(mode: Mode, params: Mapping[str, Any] | None, prepared: float) -> Outcome:

@@ -43,6 +43,7 @@ class _Missing:
     recipe: RecipeKind
     prefix: tuple[int, ...]
     chunk: tuple[int, ...]
+    tenant: str
 
 
 class BlendScheduler:
@@ -207,7 +208,9 @@ class BlendScheduler:
         ids = tuple(request.prompt_token_ids[:total])
         blocks = tuple(tuple(group) for group in block_ids)
         written = total - external
-        self._loads.append(Load(request.request_id, ids, plan.pieces, plan.recipe, plan.settings, blocks, written))
+        self._loads.append(
+            Load(request.request_id, ids, plan.pieces, plan.recipe, plan.settings, blocks, written, plan.tenant)
+        )
         self._rows += plan.rows
         state.loaded = True
 
@@ -256,7 +259,7 @@ class BlendScheduler:
 
 
 def _items(missing: Compute) -> list[_Missing]:
-    return [_Missing(missing.recipe, missing.prefix, chunk) for chunk in missing.chunks]
+    return [_Missing(missing.recipe, missing.prefix, chunk, missing.tenant) for chunk in missing.chunks]
 
 
 def _take(queue: OrderedDict[_Missing, None], tokens: int) -> list[_Missing]:
@@ -272,7 +275,7 @@ def _take(queue: OrderedDict[_Missing, None], tokens: int) -> list[_Missing]:
 
 def _grouped(items: list[_Missing]) -> list[Compute]:
     """One `Compute` per recipe."""
-    groups: dict[tuple[RecipeKind, tuple[int, ...]], list[tuple[int, ...]]] = {}
+    groups: dict[tuple[RecipeKind, tuple[int, ...], str], list[tuple[int, ...]]] = {}
     for item in items:
-        groups.setdefault((item.recipe, item.prefix), []).append(item.chunk)
-    return [Compute(recipe, prefix, tuple(chunks)) for (recipe, prefix), chunks in groups.items()]
+        groups.setdefault((item.recipe, item.prefix, item.tenant), []).append(item.chunk)
+    return [Compute(recipe, prefix, tuple(chunks), tenant) for (recipe, prefix, tenant), chunks in groups.items()]

@@ -12,6 +12,7 @@ from blendkv.blend.gate import DEFAULT_MODE
 from blendkv.config import parse_bytes
 from blendkv.errors import InputError
 from blendkv.store.codecs import CODECS
+from blendkv.tenants import tenant_tag
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class ConnectorSettings:
         Prefill in full what the quality gate has not passed: everything, if it has not measured the model.
     ignore_gate
         Blend whatever the verdict says: for measuring a model again.
+    tenant
+        Name of the tenant whose chunks requests use that name none (`blendkv.tenants`); without it, those of none.
     """
 
     store: Path
@@ -58,6 +61,7 @@ class ConnectorSettings:
     load_seconds: float = 10.0
     require_gate: bool = False
     ignore_gate: bool = False
+    tenant: str | None = None
 
     def __post_init__(self) -> None:
         parse_bytes(self.memory)
@@ -65,6 +69,7 @@ class ConnectorSettings:
             CODECS.get(self.codec)
         if parse_mode(self.default_mode).name not in ("reuse", "blend"):
             raise InputError(f"the connector's mode is {self.mode!r}; give reuse or blend:SELECTOR@BUDGET")
+        tenant_tag(self.tenant)  # a name that cannot be one is refused before a model is loaded
         for name in ("require_gate", "ignore_gate"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"the connector's {name} is {getattr(self, name)!r}; true or false is allowed")
@@ -81,6 +86,11 @@ class ConnectorSettings:
     def default_mode(self) -> str:
         """Mode of requests that name none, as far as these settings know."""
         return self.mode or DEFAULT_MODE
+
+    @property
+    def tag(self) -> str:
+        """The tag of ``tenant``; empty without one."""
+        return tenant_tag(self.tenant)
 
     @property
     def memory_bytes(self) -> int:

@@ -28,7 +28,7 @@ from blendkv.store.prefetch import LayerPrefetcher
 from blendkv.types import ChunkKV, Prompt, Recipe, RecipeKind, TokenIds, as_token_ids
 
 _LIBRARIES = 64
-"""Recipes (system prefixes) whose library is kept."""
+"""Recipes (system prefixes, tenants) whose library is kept."""
 
 
 class BlendWorker:
@@ -60,19 +60,19 @@ class BlendWorker:
         self.fingerprint, self.store, self.codec = fingerprint, store, codec
         self.dtype = str(self.runner.dtype).removeprefix("torch.")
         self.bos_token_id = bos_token_id(config)
-        self._libraries: dict[tuple[RecipeKind, bytes], ChunkLibrary] = {}
+        self._libraries: dict[tuple[RecipeKind, bytes, str], ChunkLibrary] = {}
         self._layers: list[PagedLayer] = paged_layers(self.runner.attention, kv_cache_config)
 
     def collect(self, recipe: Recipe, chunks: Sequence[TokenIds], prefix: ChunkKV | None) -> list[ChunkKV]:
         """Compute chunk KVs alone; see `blendkv.blend.collect`."""
         return collect(self.runner, self.fingerprint, recipe, chunks, prefix)
 
-    def library(self, kind: RecipeKind, prefix: TokenIds) -> ChunkLibrary:
+    def library(self, kind: RecipeKind, prefix: TokenIds, tenant: str = "") -> ChunkLibrary:
         """The library of a recipe; its counts go on from request to request."""
-        name = kind, prefix.tobytes() if kind == "system" else b""
+        name = kind, prefix.tobytes() if kind == "system" else b"", tenant
         found = self._libraries.pop(name, None)
         if found is None:
-            found = parallel_library(self.runner.ranks, self, self.store, kind, prefix, self.codec)
+            found = parallel_library(self.runner.ranks, self, self.store, kind, prefix, self.codec, tenant)
             while len(self._libraries) >= _LIBRARIES:
                 self._libraries.pop(next(iter(self._libraries)))
         self._libraries[name] = found
@@ -82,7 +82,7 @@ class BlendWorker:
         """Compute and store the chunks that the store lacks; returns how many."""
         ranks = self.runner.ranks
         with ranks.together():
-            library = self.library(work.recipe, as_token_ids(work.prefix))
+            library = self.library(work.recipe, as_token_ids(work.prefix), work.tenant)
             wanted = [as_token_ids(chunk) for chunk in work.chunks]
             missing = ranks.decide(lambda: [not library.has(ids) for ids in wanted])
             return sum(1 for _ in library.compute([ids for ids, m in zip(wanted, missing, strict=True) if m]))
@@ -114,7 +114,7 @@ class BlendWorker:
         if not any(piece.key for piece in load.pieces):
             first = prompt.segments[0]
             prefix = first.token_ids if first.kind == "system" else as_token_ids([])
-            with self.library(load.recipe, prefix).source(prompt) as source:
+            with self.library(load.recipe, prefix, load.tenant).source(prompt) as source:
                 yield source
             return
         ranks = self.runner.ranks

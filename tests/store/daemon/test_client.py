@@ -14,7 +14,7 @@ from blendkv.daemon.opening import open_store
 from blendkv.errors import InputError, StoreError, StoreFullError, UnavailableChunkError
 from blendkv.store import ChunkReader, KVStore, LayerPrefetcher, LoadingReader
 from blendkv.store.chunkfile import token_ids_digest
-from blendkv.store.disk import DiskReader
+from blendkv.store.filereader import DiskReader
 from blendkv.store.remote_reader import RemoteReader
 from blendkv.store.tensors import encode_chunk
 

@@ -13,7 +13,7 @@ from blendkv.daemon.client import DaemonStore
 from blendkv.daemon.server import Daemon
 from blendkv.errors import UnavailableChunkError
 from blendkv.store import KVStore
-from blendkv.store.disk import DiskReader
+from blendkv.store.filereader import DiskReader
 
 HELD = 4096
 

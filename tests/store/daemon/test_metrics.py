@@ -19,6 +19,8 @@ from blendkv.daemon.metrics import serving_metrics
 from blendkv.errors import InputError
 from blendkv.store import KVStore
 
+TIMED = (("get", "memory"), ("put", "memory"), ("get", "disk"), ("put", "disk"))
+
 
 def read(url: str) -> dict[tuple[str, ...], float]:
     """Every sample, by name and label values in order of the labels' names, without the store's."""
@@ -66,6 +68,10 @@ def test_they_add_up(figures, connect, make_kv):
     assert found["blendkv_store_lookups_total", "hit", "memory"] == 1
     assert [found["blendkv_store_lookups_total", "miss", tier] for tier in ("memory", "disk")] == [1, 1]
     assert found["blendkv_store_evictions_total", "limit", "memory"] == 1
+    taken = {labels: found["blendkv_store_call_seconds_count", *labels] for labels in TIMED}
+    assert taken.pop(("get", "memory")) >= 2, "one that is not there may be asked for again by the thread that loads"
+    assert list(taken.values()) == [4, 1, 4]
+    assert found["blendkv_store_pending_chunks", "write"] == 0
     assert found["blendkv_store_chunks", "memory"] == 3
     assert found["blendkv_store_chunks", "disk"] == 4
     assert found["blendkv_store_bytes", "memory"] == found["blendkv_store_limit_bytes", "memory"] == 3 * PAGE

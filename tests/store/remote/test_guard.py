@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -16,9 +17,10 @@ from remote_chunks import chunk, read_all
 from blendkv.errors import TierUnavailableError
 from blendkv.store.calls import CallPool, ExpiredError, SaturatedError
 from blendkv.store.circuit import CircuitBreaker
-from blendkv.store.guard import LATENCY_BUCKETS, OPERATIONS, OUTCOMES, GuardedTier, Limits
+from blendkv.store.guard import GuardedTier, Limits, Operation, Outcome
 from blendkv.store.objects import ObjectTier
 from blendkv.store.remote import Head, open_remote
+from blendkv.store.timing import LATENCY_BUCKETS
 
 
 class Clock:
@@ -193,7 +195,7 @@ def test_figures_for_metrics() -> None:
     assert stat.calls == {
         ("head", "miss"): 1, ("head", "ok"): 1, ("put", "ok"): 1, ("put", "miss"): 1, ("fetch", "ok"): 3,
     }  # fmt: skip
-    assert all(op in OPERATIONS and outcome in OUTCOMES for op, outcome in stat.calls)
+    assert all(op in get_args(Operation) and outcome in get_args(Outcome) for op, outcome in stat.calls)
     for operation, latency in stat.latencies.items():
         assert sum(latency.counts) == sum(n for (op, _), n in stat.calls.items() if op == operation)
         assert len(latency.counts) == len(LATENCY_BUCKETS) + 1
