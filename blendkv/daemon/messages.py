@@ -292,9 +292,9 @@ class Lost(Message):
 
 
 Request: TypeAlias = (
-    Hello | Ping | Lookup | TokenIdsOf | Get | Release | Put | PutBuffer | PutFrom | Prefetch | Cancel | Discard | Remove
-    | Pin | List | Stat | Verify | Collect | DropPageCache | IndexVersion | IndexCount | IndexKeys | IndexChanged
-    | IndexEntries
+    Hello | Ping | Lookup | TokenIdsOf | Get | Release | Put | PutBuffer | PutFrom | Prefetch | Cancel | Discard
+    | Remove | Pin | List | Stat | Verify | Collect | DropPageCache | IndexVersion | IndexCount | IndexKeys
+    | IndexChanged | IndexEntries
 )  # fmt: skip
 Reply: TypeAlias = (
     Welcome | Done | Missing | Lent | Direct | Number | Blob | Digests | Listing | Stats | Verified | Collected

@@ -131,9 +131,15 @@ class Receiver:
 
     def _take_one(self) -> bool:
         """Take one message if one has come; return whether one had."""
-        found = self._wire.receive_now()
-        if found is not None:
-            self._take(*found)
+        try:
+            found = self._wire.receive_now()
+            if found is not None:
+                self._take(*found)
+        except WireError:
+            raise
+        except BaseException:  # an interrupt of this thread: another's reply may be lost, which must not wait for it
+            self._end()
+            raise
         return found is not None
 
     def _wake_next(self) -> None:

@@ -25,6 +25,8 @@ _POOL_THREADS, _WRITER_THREADS = 8, 4
 _SEND_TIMEOUT = 0.5  # seconds: a client that reads nothing for so long is cut off; loads for others wait behind it
 
 _FULL_SECONDS = 0.5  # to wait until files are closed, where too many are open
+# Behind engines where cores are short. Not more: a thread that holds the interpreter's lock holds up pings.
+_NICER = 5
 _log = logging.getLogger(__name__)
 
 
@@ -82,7 +84,7 @@ class Daemon:
         self.root = root
         self._shared = bool(mode & 0o066)  # then the file's mode alone says who may connect
         self._pool = ThreadPoolExecutor(_POOL_THREADS, thread_name_prefix="blendkv-daemon")
-        self._writers = ThreadPoolExecutor(_WRITER_THREADS, thread_name_prefix="blendkv-put")
+        self._writers = ThreadPoolExecutor(_WRITER_THREADS, "blendkv-put", _step_back)
         self._sessions: set[Session] = set()
         self._lock = threading.Lock()
         self._stopping = False
@@ -159,3 +161,9 @@ class Daemon:
         self._socket.close()
         with suppress(OSError):
             address.socket_path(self.root).unlink()
+
+
+def _step_back() -> None:
+    """Lower the priority of the thread that calls: nobody waits for a put as one waits for a get."""
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICER)

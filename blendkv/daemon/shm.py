@@ -1,4 +1,8 @@
-"""Memory that is handed to another process: sealed, so that its content cannot change under the reader. Linux only."""
+"""Memory that is handed to another process. Linux only.
+
+A `Parcel` is sealed, so that its content cannot change under the reader. A `Buffer` stays with both sides and is
+written again and again: only its size is sealed.
+"""
 
 from __future__ import annotations
 

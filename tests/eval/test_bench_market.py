@@ -168,7 +168,8 @@ def test_overload_with_and_without_the_door() -> None:
     assert without["throughput"] < 0.8 * without["offered_per_s"]
     assert without["longest_wait_s"] == pytest.approx(800 / without["throughput"] / 3, rel=0.5)
     assert door["by_class"]["agent"]["p99_ttft_ms"] < without["by_class"]["agent"]["p99_ttft_ms"]
-    assert door["makespan_s"] == pytest.approx(without["makespan_s"], rel=0.15)  # the same work, in another order
+    # Another order of the same requests; sessions whose KV is still there go on first, so that it is no more work.
+    assert 0.6 * without["makespan_s"] < door["makespan_s"] < 1.1 * without["makespan_s"]
 
 
 def test_what_the_door_misses_is_said() -> None:

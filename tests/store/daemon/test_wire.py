@@ -62,6 +62,8 @@ REQUESTS = st.one_of(
     st.builds(m.Get, st.binary(min_size=32, max_size=32)),
     st.builds(m.Release, st.lists(st.integers(0, 1 << 40), max_size=9)),
     st.builds(m.Put, st.binary(min_size=32, max_size=32)),
+    st.builds(m.PutBuffer),
+    st.builds(m.PutFrom, st.binary(min_size=32, max_size=32), st.integers(0, 1 << 40)),
     st.builds(m.Prefetch, st.lists(st.binary(min_size=32, max_size=32), max_size=3), st.integers(-5, 5)),
     st.builds(m.Pin, st.lists(st.binary(min_size=32, max_size=32), max_size=3), st.booleans()),
     st.builds(m.IndexChanged, st.integers(0, 1 << 60)),
