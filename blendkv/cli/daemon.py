@@ -46,6 +46,9 @@ def daemon(
     tenant_quota: Annotated[
         str | None, typer.Option(help="Bytes that every other tenant may have, such as 5GB; no limit by default.")
     ] = None,
+    policy: Annotated[
+        str, typer.Option(help="What leaves memory first: lru, market, arc, gdsf, ...; see docs/market.md.")
+    ] = "lru",
     encrypt: Encrypt = False,
     metrics_port: Annotated[
         int | None,
@@ -72,6 +75,7 @@ def daemon(
         Daemon(
             root,
             *limits,
+            policy=policy,
             mode=mode,
             remotes=remote or (),
             namespace=namespace,

@@ -40,7 +40,7 @@ class Daemon:
     memory_bytes, disk_bytes
         Limits in bytes; no disk limit by default.
     policy
-        Name of the eviction policy.
+        Name of the memory's eviction policy.
     mode
         File mode of the socket: who may connect.
     remotes, namespace

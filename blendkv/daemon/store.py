@@ -21,7 +21,7 @@ from blendkv.store.guard import GuardedTier
 from blendkv.store.index import Index
 from blendkv.store.memory import MemoryTier
 from blendkv.store.opening import open_disk
-from blendkv.store.policy import POLICIES, disk_policy
+from blendkv.store.policy import tier_policy
 from blendkv.store.quotas import Quotas
 from blendkv.store.remote_reader import RemoteReader
 from blendkv.store.remotes import Remotes
@@ -48,7 +48,8 @@ class ImageStore(TieredStore[Image]):
     memory_bytes, disk_bytes
         Limits in bytes; no disk limit by default.
     policy
-        Name of the eviction policy of both tiers.
+        Name of the memory's eviction policy (`blendkv.market.policies`). The disk gives up what was used longest ago: a
+        policy of its own would hold every key in this process, half a gigabyte for a million.
     remotes
         Remote tiers, fastest first; closed with the store.
     quotas
@@ -72,10 +73,10 @@ class ImageStore(TieredStore[Image]):
         quotas: Quotas | None = None,
         encrypt: bool | None = None,
     ) -> None:
-        disk, repair = open_disk(root, disk_bytes, disk_policy(policy), Image.file, quotas, encrypt)
+        disk, repair = open_disk(root, disk_bytes, None, Image.file, quotas, encrypt)
         self.arena = Arena(memory_bytes)
         super().__init__(
-            MemoryTier(self.arena.size, POLICIES.get(policy)(), _held, quotas),
+            MemoryTier(self.arena.size, tier_policy(policy, self.arena.size), _held, quotas),
             disk,
             repair,
             Remotes(remotes, Image.file) if remotes else None,

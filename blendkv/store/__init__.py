@@ -4,9 +4,9 @@
 ``CODECS``, a new eviction policy into ``POLICIES``.
 """
 
-from blendkv.store.base import ChunkReader, EvictionPolicy, Layer, LoadingReader, Tier, TierStat
+from blendkv.store.base import ChunkReader, Layer, LoadingReader, Tier, TierStat
 from blendkv.store.codecs import CODECS, Codec
-from blendkv.store.policy import POLICIES, LruPolicy
+from blendkv.store.policy import POLICIES
 from blendkv.store.prefetch import LayerPrefetcher
 from blendkv.store.reports import ChunkInfo, GcReport, RepairReport, StoreStat, VerifyReport
 from blendkv.store.tiered import KVStore
@@ -17,13 +17,11 @@ __all__ = [
     "ChunkInfo",
     "ChunkReader",
     "Codec",
-    "EvictionPolicy",
     "GcReport",
     "KVStore",
     "Layer",
     "LayerPrefetcher",
     "LoadingReader",
-    "LruPolicy",
     "RepairReport",
     "StoreStat",
     "Tier",

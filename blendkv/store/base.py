@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -164,19 +164,3 @@ class Tier(Protocol):
 
     def stat(self) -> TierStat:
         """Chunks, bytes, limit and evictions; hits, misses and damage are the store's to add."""
-
-
-class EvictionPolicy(Protocol):
-    """The order in which chunks leave a tier. A tier calls it under its own lock."""
-
-    def added(self, key: str, nbytes: int) -> None:
-        """Take ``key`` into account; a known key counts as touched, with its new size in bytes."""
-
-    def touched(self, key: str) -> None:
-        """Note a use of ``key``; an unknown key is ignored."""
-
-    def removed(self, key: str) -> None:
-        """Forget ``key``; an unknown key is ignored."""
-
-    def victims(self, nbytes: int, keep: Container[str]) -> list[str]:
-        """Keys to evict, first to go first, that free ``nbytes`` bytes together, or all there are; none of ``keep``."""

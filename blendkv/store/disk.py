@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Generic
 
 from blendkv.errors import DamagedChunkError, StoreError, StoreFullError
-from blendkv.store.base import Chunk, EvictionPolicy, HeldChunk, TierStat
+from blendkv.market.base import NOBODY, EvictionPolicy
+from blendkv.market.worth import file_item
+from blendkv.store.base import Chunk, HeldChunk, TierStat
 from blendkv.store.filereader import FileReader
 from blendkv.store.files import fsync_directory, make_directory, temporary_file, write_all
 from blendkv.store.forms import Form, PlainForm
@@ -264,7 +266,7 @@ class DiskTier(Generic[HeldChunk]):
             for key in victims:
                 dropped = self._drop(key)
                 if self._policy is not None:
-                    self._policy.removed(key)
+                    self._policy.removed(key, time.monotonic())
                 if dropped is not None:
                     count, freed = count + 1, freed + dropped
         self._evictions[reason] += count
@@ -274,9 +276,9 @@ class DiskTier(Generic[HeldChunk]):
         if self._policy is None or tenant is not None:
             return self.index.oldest(nbytes, tenant)
         for key, size, tick in self.index.changed_since(self._seen):
-            self._policy.added(key, size)
+            self._policy.added(key, file_item(size), NOBODY, time.monotonic())
             self._seen = tick
-        return self._policy.victims(nbytes, self.index.pinned())
+        return self._policy.victims(nbytes, self.index.pinned(), time.monotonic())
 
     def _drop(self, key: str) -> int | None:
         found = self.index.place(key)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Generic
 
 from blendkv.errors import StoreFullError
-from blendkv.store.base import Chunk, EvictionPolicy, HeldChunk, TierStat
+from blendkv.market.base import EvictionPolicy
+from blendkv.market.context import current_use
+from blendkv.market.worth import chunk_item
+from blendkv.store.base import Chunk, HeldChunk, TierStat
 from blendkv.store.quotas import Quotas
 from blendkv.types import TokenIds
 
@@ -56,7 +60,7 @@ class MemoryTier(Generic[HeldChunk]):
         with self._lock:
             kv = self._chunks.get(key)
             if kv is not None:
-                self._policy.touched(key)
+                self._policy.touched(key, current_use(), time.monotonic())
             return kv
 
     def fits(self, nbytes: int, tenant: str = "") -> bool:
@@ -99,7 +103,7 @@ class MemoryTier(Generic[HeldChunk]):
     def evict(self, nbytes: int) -> bool:
         """Evict chunks of ``nbytes`` bytes together, or what there is; return whether any went."""
         with self._lock:
-            victims = self._policy.victims(nbytes, self._pinned | self._used.keys())
+            victims = self._victims(nbytes, self._pinned | self._used.keys())
             self._evict(victims, "limit")
             return bool(victims)
 
@@ -137,7 +141,7 @@ class MemoryTier(Generic[HeldChunk]):
             kv = self._chunks.get(key)
             if kv is not None:
                 self._used[key] += 1
-                self._policy.touched(key)
+                self._policy.touched(key, current_use(), time.monotonic())
             return kv
 
     def in_use(self, key: str) -> bool:
@@ -177,7 +181,7 @@ class MemoryTier(Generic[HeldChunk]):
     def _add(self, kv: HeldChunk) -> HeldChunk:
         held = self._chunks.get(kv.key)
         if held is not None:
-            self._policy.touched(kv.key)
+            self._policy.touched(kv.key, current_use(), time.monotonic())
             return held
         tenant, size, kept = kv.recipe.tenant, self._weigh(kv), self._kept_bytes()
         self._check_quota(tenant, size)
@@ -190,11 +194,11 @@ class MemoryTier(Generic[HeldChunk]):
         self._evict_own(tenant, size)
         excess = self._bytes + size - self.limit
         if excess > 0:
-            self._evict(self._policy.victims(excess, self._pinned | self._used.keys()), "limit")
+            self._evict(self._victims(excess, self._pinned | self._used.keys()), "limit")
         self._chunks[kv.key] = kv
         self._bytes += size
         self._tenants[tenant] += size
-        self._policy.added(kv.key, size)
+        self._policy.added(kv.key, chunk_item(len(kv.token_ids), size), current_use(), time.monotonic())
         return kv
 
     def _check_quota(self, tenant: str, size: int) -> None:
@@ -207,7 +211,10 @@ class MemoryTier(Generic[HeldChunk]):
         quota = self._quotas.of(tenant)
         if quota is not None and (excess := self._tenants[tenant] + size - quota) > 0:
             keep = _Others(self._chunks, tenant, self._pinned | self._used.keys())
-            self._evict(self._policy.victims(excess, keep), "quota")
+            self._evict(self._victims(excess, keep), "quota")
+
+    def _victims(self, nbytes: int, keep: Container[str]) -> list[str]:
+        return self._policy.victims(nbytes, keep, time.monotonic())
 
     def _evict(self, keys: Iterable[str], reason: str) -> None:
         for key in keys:
@@ -226,7 +233,7 @@ class MemoryTier(Generic[HeldChunk]):
         size = self._weigh(kv)
         self._bytes -= size
         self._tenants[kv.recipe.tenant] -= size
-        self._policy.removed(key)
+        self._policy.removed(key, time.monotonic())
         return True
 
 

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from blendkv.errors import InputError, StoreError
-from blendkv.store.base import EvictionPolicy, HeldChunk
+from blendkv.market.base import EvictionPolicy
+from blendkv.store.base import HeldChunk
 from blendkv.store.disk import DiskTier
 from blendkv.store.files import make_directory
 from blendkv.store.forms import form_of

@@ -1,53 +1,31 @@
-"""Eviction policies by name."""
+"""The eviction policies of a store's tiers, by the name that both have."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Container
+import sys
 
-from blendkv.registry import Registry
-from blendkv.store.base import EvictionPolicy
-
-POLICIES: Registry[Callable[[], EvictionPolicy]] = Registry("eviction policy")
+from blendkv.market.base import EvictionPolicy
+from blendkv.market.classic import LruPolicy
+from blendkv.market.policies import POLICIES
 
 
-class LruPolicy:
-    """Least recently used goes first."""
+def tier_policy(name: str, limit: int | None) -> EvictionPolicy:
+    """The policy called ``name`` for a tier of ``limit`` bytes; None: no limit.
 
-    def __init__(self) -> None:
-        self._sizes: OrderedDict[str, int] = OrderedDict()
-
-    def added(self, key: str, nbytes: int) -> None:
-        """Put ``key`` at the young end."""
-        self._sizes[key] = nbytes
-        self._sizes.move_to_end(key)
-
-    def touched(self, key: str) -> None:
-        """Move ``key`` to the young end."""
-        if key in self._sizes:
-            self._sizes.move_to_end(key)
-
-    def removed(self, key: str) -> None:
-        """Forget ``key``."""
-        self._sizes.pop(key, None)
-
-    def victims(self, nbytes: int, keep: Container[str]) -> list[str]:
-        """The oldest keys outside ``keep`` until ``nbytes`` bytes are freed."""
-        chosen: list[str] = []
-        freed = 0
-        for key, size in self._sizes.items():
-            if freed >= nbytes:
-                break
-            if key not in keep:
-                chosen.append(key)
-                freed += size
-        return chosen
+    Raises
+    ------
+    InputError
+        If there is none of that name.
+    """
+    return POLICIES.get(name)(sys.maxsize if limit is None else limit)
 
 
-POLICIES.add("lru")(LruPolicy)
+def disk_policy(name: str, limit: int | None) -> EvictionPolicy | None:
+    """The policy of a disk tier; None for ``lru``, whose order the index has.
 
-
-def disk_policy(name: str) -> EvictionPolicy | None:
-    """The policy of a disk tier; None for ``lru``, whose order the index has."""
-    make = POLICIES.get(name)
-    return None if make is LruPolicy else make()
+    Raises
+    ------
+    InputError
+        If there is none of that name.
+    """
+    return None if POLICIES.get(name) is LruPolicy else tier_policy(name, limit)

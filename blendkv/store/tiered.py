@@ -14,7 +14,7 @@ from blendkv.store.base import ChunkReader
 from blendkv.store.core import TieredStore
 from blendkv.store.memory import MemoryTier
 from blendkv.store.opening import open_disk
-from blendkv.store.policy import POLICIES, disk_policy
+from blendkv.store.policy import disk_policy, tier_policy
 from blendkv.store.quotas import Quotas
 from blendkv.store.reader import KeepingReader
 from blendkv.store.remote import open_remote
@@ -55,7 +55,7 @@ class KVStore(TieredStore[ChunkKV]):
         memory_bytes, disk_bytes
             Limits in bytes; no disk limit by default.
         policy
-            Name of the eviction policy of both tiers.
+            Name of the eviction policy of both tiers (`blendkv.market.policies`).
         remotes, namespace
             URLs of remote tiers, fastest first, and whose chunks are seen there; see `open_remote`. They need a
             ``path``.
@@ -78,7 +78,7 @@ class KVStore(TieredStore[ChunkKV]):
         for name, limit in (("memory_bytes", memory_bytes), ("disk_bytes", disk_bytes)):
             if limit is not None and limit < 0:
                 raise InputError(f"{name} is {limit}; give 0 or more bytes")
-        memory: MemoryTier[ChunkKV] = MemoryTier(memory_bytes, POLICIES.get(policy)(), quotas=quotas)
+        memory: MemoryTier[ChunkKV] = MemoryTier(memory_bytes, tier_policy(policy, memory_bytes), quotas=quotas)
         if path is None:
             if remotes:
                 raise InputError("remote tiers were given for a store in memory only; give it a folder")
@@ -87,7 +87,7 @@ class KVStore(TieredStore[ChunkKV]):
             return cls(memory, None, RepairReport(), quotas=quotas)
         tiers = [open_remote(url, namespace=namespace) for url in remotes]
         root = Path(path).expanduser()
-        disk, repair = open_disk(root, disk_bytes, disk_policy(policy), _file_of, quotas, encrypt)
+        disk, repair = open_disk(root, disk_bytes, disk_policy(policy, disk_bytes), _file_of, quotas, encrypt)
         return cls(memory, disk, repair, Remotes(tiers, _file_of) if tiers else None, quotas)
 
     def get(self, key: str, token_ids: TokenIds) -> ChunkReader | None:

@@ -18,7 +18,6 @@ from blendkv.store.filechunk import FileChunk
 from blendkv.store.filereader import DiskReader
 from blendkv.store.files import temporary_file
 from blendkv.store.opening import open_disk
-from blendkv.store.policy import LruPolicy
 
 _NAME = re.compile(r"([0-9a-f]{64})\.safetensors")
 MEMBER_LIMIT = 16 << 30
@@ -40,7 +39,7 @@ class TransferReport:
 @contextmanager
 def opened(root: Path, disk_bytes: int | None = None, encrypt: bool | None = None) -> Iterator[DiskTier[FileChunk]]:
     """The disk of the store at ``root``; engines and a daemon may have it open as well."""
-    disk, _ = open_disk(root, disk_bytes, LruPolicy(), _data, encrypt=encrypt)
+    disk, _ = open_disk(root, disk_bytes, None, _data, encrypt=encrypt)
     with closing(disk.index):
         yield disk
 

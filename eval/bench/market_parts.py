@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import multiprocessing
-import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
-import blendkv.market
 from blendkv.errors import InputError
 from blendkv.eval.bench.market_checks import Make
-from blendkv.market.base import POLICIES, EvictionPolicy
+from blendkv.market.base import EvictionPolicy
 from blendkv.market.belady import BeladyCostPolicy, BeladyPolicy
 from blendkv.market.costs import CostModel
 from blendkv.market.generate import LENGTH, TRACES, generate
+from blendkv.market.policies import POLICIES
 from blendkv.market.trace import Trace, read_mooncake
 
 CLASSIC = ("lru", "lfu", "gdsf", "lhd", "arc")
@@ -27,9 +25,6 @@ OFFLINE: Mapping[str, Callable[[Iterable[tuple[float, str]]], EvictionPolicy]] =
     "belady": BeladyPolicy, "belady-cost": BeladyCostPolicy,
 }  # fmt: skip
 """Policies that know the future: the better one, at a point, is the bound there."""
-
-for _module in pkgutil.iter_modules(blendkv.market.__path__, "blendkv.market."):
-    importlib.import_module(_module.name)  # policies file themselves
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 
 from blendkv.errors import DamagedChunkError, StoreError, StoreFullError
-from blendkv.store import POLICIES, KVStore, LruPolicy
+from blendkv.market.classic import LruPolicy
+from blendkv.store import POLICIES, KVStore
 from blendkv.store.filereader import DiskReader
 from blendkv.store.tensors import encode_chunk
 
@@ -58,8 +59,8 @@ def test_the_least_recently_used_leaves_first(tmp_path, make_kv):
 class Youngest(LruPolicy):
     """The most recently used leaves first."""
 
-    def victims(self, nbytes, keep):
-        return super().victims(1 << 60, keep)[-1:]
+    def victims(self, nbytes, keep, now):
+        return super().victims(1 << 60, keep, now)[-1:]
 
 
 def test_another_policy_decides_what_leaves(tmp_path, make_kv, monkeypatch):

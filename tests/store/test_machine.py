@@ -18,7 +18,7 @@ from blendkv.daemon.arena import PAGE
 from blendkv.daemon.client import DaemonStore
 from blendkv.daemon.server import Daemon
 from blendkv.errors import StoreFullError
-from blendkv.store import ChunkReader, KVStore
+from blendkv.store import POLICIES, ChunkReader, KVStore
 from blendkv.store.seal import KEY_VARIABLE, OVERHEAD
 from blendkv.store.segments import table_bytes
 from blendkv.store.tensors import encode_chunk
@@ -34,6 +34,7 @@ class StoreMachine(RuleBasedStateMachine):
     memory_bytes: int
     disk_chunks: int | None
     encrypt = False
+    policy = "lru"
     assert_same: Callable[[ChunkReader, ChunkKV], None]
 
     def __init__(self):
@@ -54,7 +55,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def open_store(self, limit):
         self.store = KVStore.open(
-            self.path / "s", memory_bytes=self.memory_bytes, disk_bytes=limit, encrypt=self.encrypt
+            self.path / "s", memory_bytes=self.memory_bytes, disk_bytes=limit, policy=self.policy, encrypt=self.encrypt
         )
 
     def close_store(self):
@@ -155,7 +156,7 @@ class DaemonMachine(StoreMachine):
     """The same over a client and a daemon, which ends whenever the store is reopened."""
 
     def open_store(self, limit):
-        self.daemon = Daemon(self.path / "s", self.memory_bytes, limit, encrypt=self.encrypt)
+        self.daemon = Daemon(self.path / "s", self.memory_bytes, limit, self.policy, encrypt=self.encrypt)
         self.thread = threading.Thread(target=self.daemon.serve)
         self.thread.start()
         self.store = DaemonStore(self.path / "s", 60.0)
@@ -195,6 +196,15 @@ def test_so_it_is_in_a_daemon(make_kv, assert_same, memory_chunks, disk_chunks):
     kvs = [make_kv(number, tokens=6) for number in range(6)]
     memory = memory_chunks * PAGE
     run(DaemonMachine, 8, kvs=kvs, memory_bytes=memory, disk_chunks=disk_chunks, assert_same=staticmethod(assert_same))
+
+
+@pytest.mark.parametrize("policy", POLICIES.names())
+@pytest.mark.parametrize(("machine", "memory_chunks", "disk_chunks"), [(StoreMachine, 2, 3), (DaemonMachine, 2, 3)])
+def test_so_it_is_with_every_policy(make_kv, assert_same, policy, machine, memory_chunks, disk_chunks):
+    kvs = [make_kv(number, tokens=6) for number in range(6)]
+    memory = memory_chunks * (PAGE if machine is DaemonMachine else kvs[0].nbytes)
+    more = {"kvs": kvs, "memory_bytes": memory, "disk_chunks": disk_chunks, "policy": policy}
+    run(machine, 4, assert_same=staticmethod(assert_same), **more)
 
 
 @pytest.mark.parametrize(("machine", "memory_chunks", "disk_chunks"), [

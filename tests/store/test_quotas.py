@@ -17,7 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from blendkv.daemon.client import DaemonStore
 from blendkv.daemon.server import Daemon
 from blendkv.errors import StoreFullError
-from blendkv.store import KVStore, LruPolicy
+from blendkv.market.classic import LruPolicy
+from blendkv.store import KVStore
 from blendkv.store import disk as disk_module
 from blendkv.store.memory import MemoryTier
 from blendkv.store.quotas import Quotas
@@ -234,7 +235,7 @@ class MemoryMachine(RuleBasedStateMachine):
         size = next(iter(sizes.values()))
         quotas = Quotas({tag: count * size for tag, count in self.quota_chunks.items()})
         self.model = Model(sizes, self.limit_chunks * size, quotas)
-        self.tier = MemoryTier(self.model.limit, LruPolicy(), quotas=quotas)
+        self.tier = MemoryTier(self.model.limit, LruPolicy(self.model.limit), quotas=quotas)
         self.used: list[tuple[str, int]] = []
 
     @rule(chunk=CHUNKS, how=st.sampled_from(["put", "hold"]))
