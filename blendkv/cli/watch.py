@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from blendkv.store.timing import Latency
 
 
-_TIERS = ("tier", "chunks", "bytes", "limit", "hits", "misses", "evicted", "damaged", "hits/s", "misses/s", "bytes/s")
 _TENANTS = ("tenant", "name", "chunks", "on disk", "in memory", "quota")
 _REMOTES = (
     "remote tier", "circuit", "p50 head", "p50 fetch", "found", "openings", "stuck", "calls/s", "read/s", "written/s",

@@ -15,7 +15,7 @@ from blendkv.errors import BlendKVError, InputError
 from blendkv.market.base import EvictionPolicy, Item, Use
 from blendkv.market.costs import CostModel
 from blendkv.market.eviction import AdmitsAll
-from blendkv.market.hints import Hinted, Watching
+from blendkv.market.hints import Hinted
 from blendkv.market.trace import Block, Request, Trace
 
 
@@ -123,7 +123,6 @@ class Cache:
         self.held: dict[str, int] = {}
         self.used = 0
         self.tallies: dict[str, Tally] = {}
-        self._watching = policy if isinstance(policy, Watching) else None
         self._hinted = policy if isinstance(policy, Hinted) else None
         self._working: set[str] = set()  # sessions with a tool call in flight
         self._written = 0
@@ -156,7 +155,7 @@ class Cache:
         tally.saved += found.saved
         tally.asked += found.asked
         tally.hit += found.hit
-        self._miss(request, seen, tally, now)
+        self._miss(seen, tally)
         at = end - request.fresh
         for block in request.made:
             seen.append(_Seen(block.key, self._item(block, at, False, seen[-1].key if seen else ""), True, False))
@@ -212,15 +211,13 @@ class Cache:
         below = 0.0 if self._slow is None else self._slow.saved(at, block.tokens, blended)
         return below + item.saved if held else below
 
-    def _miss(self, request: Request, seen: Sequence[_Seen], tally: Tally, now: float) -> None:
-        for key, item, _, held in seen:
+    def _miss(self, seen: Sequence[_Seen], tally: Tally) -> None:
+        for key, _, _, held in seen:
             if held:
                 continue
             left = self._left.pop(key, None)
             if left is not None and self._written - left <= self.capacity:
                 tally.regretted += 1
-            if self._watching is not None:
-                self._watching.missed(key, item, request.use, now)
 
     def _store(self, request: Request, seen: Sequence[_Seen], tally: Tally, now: float) -> None:
         """Let blocks in in prompt order; tell the policy of them, and of those used, from the end to the begin."""
@@ -301,7 +298,7 @@ class Timed:
         self._policy = policy
         self.calls = 0
         self.seconds = 0.0
-        for name in ("added", "touched", "removed", "victims", "admits", "hint", "missed"):
+        for name in ("added", "touched", "removed", "victims", "admits", "hint"):
             call = getattr(policy, name, None)
             if call is not None:
                 setattr(self, name, self._timed(call))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from blendkv.errors import BlendKVError, InputError
 from blendkv.market.base import Item, Use
 from blendkv.market.costs import CostModel
-from blendkv.market.hints import Hinted, Watching
+from blendkv.market.hints import Hinted
 from blendkv.market.replay import Cache, KeepsAll, Slower, Timed, replay
 from blendkv.market.trace import Block, Request, Trace
 
@@ -59,13 +59,10 @@ class Lru:
 
 
 class Listener(Lru):
-    """With the optional calls."""
+    """With the optional call."""
 
     def hint(self, session: str, what: str, ttl: float, now: float) -> None:
         self.told.append((what, f"{session} {ttl:g} at {now:g}"))
-
-    def missed(self, key: str, item: Item, use: Use, now: float) -> None:
-        self.told.append(("missed", key))
 
 
 def prefix(*names: str, tokens: int = 10) -> tuple[Block, ...]:
@@ -172,13 +169,13 @@ def test_a_tier_behind_saves_what_it_can_and_lowers_the_worth_of_a_hit() -> None
     assert cache.serve(ask(3, "a"), 3) == (10.0, 9.0, 10, 10)
 
 
-def test_hints_and_misses_are_told_to_who_listens() -> None:
+def test_hints_are_told_to_who_listens() -> None:
     policy = Listener()
     turn = Request(0, USE, prefix("a"), fresh=5, made=prefix("b"), hint="tool_started", ttl=30)
     again = Request(7, USE, prefix("a", "b"), fresh=5, made=prefix("c"), hint="session_ended")
     replay(Trace("t", (turn, again)), Cache(100, policy, COSTS))
     assert [t for t in policy.told if t[0] not in ("asked", "added", "touched")] == [
-        ("missed", "a"), ("tool_started", "s 30 at 0"), ("tool_finished", "s 0 at 7"), ("session_ended", "s 0 at 7"),
+        ("tool_started", "s 30 at 0"), ("tool_finished", "s 0 at 7"), ("session_ended", "s 0 at 7"),
     ]  # fmt: skip
 
 
@@ -186,8 +183,7 @@ def test_a_timed_policy_is_the_same_policy() -> None:
     trace = Trace("t", (ask(0, "a", "b"), ask(1, "a", "c")))
     timed = Timed(Listener())
     assert isinstance(timed, Hinted)
-    assert isinstance(timed, Watching)
-    assert not isinstance(Timed(Lru()), Watching)
+    assert not isinstance(Timed(Lru()), Hinted)
     plain = replay(trace, Cache(20, Listener(), COSTS)).all
     assert replay(trace, Cache(20, timed, COSTS)).all == plain  # type: ignore[arg-type]
     assert timed.calls > 0
