@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 import pytest_asyncio
+from scripted import Script
 from tiny_hub import open_pipeline, write_corpus
 
 from blendkv.serve.app import create_app
@@ -34,6 +35,14 @@ def store(filled, tmp_path) -> Path:
 def pipeline(store, llama):
     with open_pipeline(store, llama) as opened:
         yield opened
+
+
+@pytest.fixture
+def script(pipeline) -> Script:
+    """The pipeline's answers come when the test lets them."""
+    made = Script()
+    made.play(pipeline)
+    return made
 
 
 @pytest_asyncio.fixture

@@ -6,24 +6,10 @@ import asyncio
 import json
 
 import pytest
-from scripted import Script
-from serving import chat, check_error
+from serving import chat, check_error, until
 
 pytestmark = pytest.mark.asyncio
 PATH = "/v1/chat/completions"
-
-
-@pytest.fixture
-def script(pipeline) -> Script:
-    made = Script()
-    made.play(pipeline)
-    return made
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_the_key(connect, script):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+
 import httpx
 
 QUESTION = "What does the nonlocal statement do?"
@@ -24,3 +27,10 @@ def check_error(response: httpx.Response, status: int, *words: str, param: str |
     if param is not None:
         assert error["param"] == param
     return error
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until something is so, 20 seconds at most."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
