@@ -21,7 +21,7 @@ from blendkv.store.coding import as_stored
 from blendkv.store.door import Store
 from blendkv.store.prefetch import LayerPrefetcher
 from blendkv.store.reports import StoreStat
-from blendkv.types import ChunkKV, Prompt, Recipe, RecipeKind, TokenIds, as_token_ids, chunk_key
+from blendkv.types import ChunkKV, Prompt, Recipe, RecipeKind, Segment, TokenIds, as_token_ids, chunk_key
 
 _log = logging.getLogger(__name__)
 PASS_TOKENS = 2048
@@ -222,22 +222,12 @@ class ChunkLibrary(Library):
         if len(token_ids) == 0:
             return None
         key = chunk_key(self.fingerprint, self.start, token_ids)
-        found = self._look_up(key, token_ids)
+        found = self._look_up_all({key: token_ids}).get(key)
         if found is not None:
             return found
         kv = self.engine.collect(self.start, [token_ids], None)[0]
         self._keep(kv)
         return kv
-
-    def _look_up(self, key: str, token_ids: TokenIds) -> ChunkReader | None:
-        """A reader from the store; a store that fails is a miss, because the KV can be computed."""
-        try:
-            return self.store.get(key, token_ids)
-        except StoreError as error:
-            self.counts.failed_lookups += 1
-            if self.counts.failed_lookups == 1:
-                _log.warning("the store fails, chunk KVs are computed instead (said once): %s", error)
-            return None
 
     def _keep(self, kv: ChunkKV) -> None:
         """Store in the background; the answer needs the KV, not its storage."""
@@ -269,39 +259,42 @@ class ChunkLibrary(Library):
 
     def readers(self, prompt: Prompt) -> list[ChunkReader | None]:
         """A reader per segment: chunks and the system prefix always have one, missing ones are computed first."""
+        keys = [self._key_of(segment) for segment in prompt.segments]
+        wanted = {key: segment.token_ids for key, segment in zip(keys, prompt.segments, strict=True) if key}
+        chunks = {key for key, segment in zip(keys, prompt.segments, strict=True) if segment.kind == "chunk"}
         with span("lookup") as told:
-            found, missing = self._look_up_all(prompt)
+            found = self._look_up_all(wanted)
+            hits = chunks & found.keys()
+            missing = [wanted[key] for key in wanted if key in chunks and key not in hits]
+            self.counts.hits += len(hits)
             told.set(
-                chunks=len(found) + len(missing), hits=len(found), missing=len(missing),
-                tokens=sum(map(len, missing.values())) + sum(len(reader.token_ids) for reader in found.values()),
-                tiers=sorted({_tier(reader) for reader in found.values()}),
+                chunks=len(chunks), hits=len(hits), missing=len(missing),
+                tokens=sum(len(wanted[key]) for key in chunks), tiers=sorted({_tier(found[key]) for key in hits}),
             )  # fmt: skip
         if missing:
-            with span("compute", chunks=len(missing), tokens=sum(map(len, missing.values()))):
-                found.update((kv.token_ids.tobytes(), kv) for kv in self.compute(list(missing.values())))
-        return [self._reader_of(segment.kind, segment.token_ids, found) for segment in prompt.segments]
+            with span("compute", chunks=len(missing), tokens=sum(map(len, missing))):
+                found.update((kv.key, kv) for kv in self.compute(missing))
+        return [
+            self._at_start(segment.token_ids) if segment.kind == "system" and key not in found else found.get(key)
+            for key, segment in zip(keys, prompt.segments, strict=True)
+        ]
 
-    def _look_up_all(self, prompt: Prompt) -> tuple[dict[bytes, ChunkReader], dict[bytes, TokenIds]]:
-        """The chunks of a prompt, each once, by their token ids: readers of what is stored, and what is not."""
-        found: dict[bytes, ChunkReader] = {}
-        missing: dict[bytes, TokenIds] = {}
-        for segment in prompt.segments:
-            ids = segment.token_ids
-            name = ids.tobytes()
-            if segment.kind != "chunk" or name in found or name in missing:
-                continue
-            reader = self._look_up(self.key(ids), ids)
-            if reader is None:
-                missing[name] = ids
-            else:
-                found[name] = reader
-                self.counts.hits += 1
-        return found, missing
+    def _key_of(self, segment: Segment) -> str:
+        """The key of a segment whose KV is stored; empty for one whose KV is not."""
+        if segment.kind == "system" and len(segment.token_ids):
+            return chunk_key(self.fingerprint, self.start, segment.token_ids)
+        return self.key(segment.token_ids) if segment.kind == "chunk" else ""
 
-    def _reader_of(self, kind: str, ids: TokenIds, chunks: dict[bytes, ChunkReader]) -> ChunkReader | None:
-        if kind == "chunk":
-            return chunks[ids.tobytes()]
-        return self._at_start(ids) if kind == "system" else None
+    def _look_up_all(self, wanted: dict[str, TokenIds]) -> dict[str, ChunkReader]:
+        """Readers of what is stored; a store that fails has nothing, because the KV can be computed."""
+        try:
+            readers = self.store.get_all(list(wanted.items()))
+        except StoreError as error:
+            if not self.counts.failed_lookups:
+                _log.warning("the store fails, chunk KVs are computed instead (said once): %s", error)
+            self.counts.failed_lookups += len(wanted)
+            return {}
+        return {key: reader for key, reader in zip(wanted, readers, strict=True) if reader is not None}
 
     @contextmanager
     def source(

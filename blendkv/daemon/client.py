@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -16,19 +14,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from blendkv.daemon import messages as m
-from blendkv.daemon.connection import Answer, Connection, DownError
-from blendkv.daemon.headers import Headers
+from blendkv.daemon.borrowing import Borrower
+from blendkv.daemon.connection import PATIENCE, Answer, DownError
 from blendkv.daemon.index import RemoteIndex
 from blendkv.daemon.link import Link
 from blendkv.daemon.putting import Handover
-from blendkv.daemon.reader import LentReader, LoadingLentReader
-from blendkv.errors import DamagedChunkError, StoreError
+from blendkv.errors import StoreError
 from blendkv.observe.tracing import detail
 from blendkv.store.base import ChunkReader, IndexReader, TierStat
-from blendkv.store.chunkfile import read_header, read_span, token_ids_digest
-from blendkv.store.filereader import DiskReader
-from blendkv.store.index import Row
-from blendkv.store.reader import KeepingReader
+from blendkv.store.chunkfile import token_ids_digest
 from blendkv.store.reports import ChunkInfo, GcReport, RepairReport, StoreStat, VerifyReport
 from blendkv.store.writer import BackgroundWriter
 from blendkv.types import ChunkKV, TokenIds, as_token_ids
@@ -40,8 +34,6 @@ QUEUE_BYTES = 512 << 20
 """Bytes of K and V that may wait to be handed to the daemon."""
 DEADLINE = 0.1
 """Seconds in which the daemon must show that it lives."""
-PATIENCE = 2.0
-"""Seconds that a look-up may take, in a remote tier for instance, before it counts as a miss."""
 _EMPTY = StoreStat((TierStat("memory", 0, 0, 0), TierStat("disk", 0, 0, None)), 0, {}, 0, 0, 0, 0, 0)
 
 _log = logging.getLogger(__name__)
@@ -68,8 +60,8 @@ class DaemonStore:
         self._index = RemoteIndex(self._link)
         self._handover = Handover(self._link)
         self._writer: BackgroundWriter[ChunkKV] = BackgroundWriter(self._handover.put, QUEUE_BYTES)
-        self._headers = Headers()
         self._counts: Counter[str] = Counter()
+        self._borrower = Borrower(self.path, self._link, self._counts, self.discard)
         self._last = _EMPTY
         self._pinning: Pinning | None = None
         self._closed = False
@@ -154,27 +146,21 @@ class DaemonStore:
 
     def get(self, key: str, token_ids: TokenIds) -> ChunkReader | None:
         """Return a reader for the chunk, or None. It stays in the daemon's memory while reader or tensors live."""
+        return self.get_all([(key, token_ids)])[0]
+
+    def get_all(self, wanted: Sequence[tuple[str, TokenIds]]) -> list[ChunkReader | None]:
+        """`get` for many chunks, with one message: the daemon opens their files, and loads them, side by side."""
         self._check_open()
-        pending = self._writer.pending(key)
-        if pending is not None:
-            return pending if np.array_equal(pending.token_ids, token_ids) else None
-        try:
-            connection = self._link.connection()
-            with detail("daemon", request="Get") as told:
-                reply, fds = connection.ask_any(m.Get(bytes.fromhex(key)), limit=PATIENCE)
-                told.set(reply=type(reply).__name__)
-        except DownError:
-            self._counts["down"] += 1
-            return None
-        try:
-            reader = self._lent(connection, key, reply, fds)
-        except DamagedChunkError as error:
-            self.discard(key, error.reason)
-            return None
-        if reader is not None and not np.array_equal(reader.token_ids, token_ids):
-            self._counts["collision"] += 1
-            return None
-        return reader
+        found: list[ChunkReader | None] = [self._writer.pending(key) for key, _ in wanted]
+        asked = [place for place, pending in enumerate(found) if pending is None]
+        for place, reader in zip(asked, self._borrower.borrow([wanted[place][0] for place in asked]), strict=True):
+            found[place] = reader
+        for place, (_, token_ids) in enumerate(wanted):
+            reader = found[place]
+            if reader is not None and not np.array_equal(reader.token_ids, token_ids):
+                self._counts["collision"] += 1
+                found[place] = None
+        return found
 
     def put(self, kv: ChunkKV) -> None:
         """Store ``kv`` in the daemon's memory and on disk; a chunk that is there already is left as it is.
@@ -338,41 +324,6 @@ class DaemonStore:
         except DownError:
             return m.Digests([b""] * len(keys), [False] * len(keys))
         return found
-
-    def _lent(self, connection: Connection, key: str, reply: m.Reply, fds: list[int]) -> ChunkReader | None:
-        if isinstance(reply, m.Direct):
-            return self._direct(key, fds[0])
-        if not isinstance(reply, m.Lent):
-            return None
-        loan = connection.loan(reply.loan)
-        try:
-            memory = np.frombuffer(connection.window.view(reply.offset, reply.size), np.uint8)
-        except BaseException:
-            self._link.over(connection, reply.loan)
-            raise
-        # All views of the file hold this array: the loan is over when the reader and its last tensor are gone.
-        weakref.finalize(memory, self._link.over, connection, reply.loan)
-        file = memory.data
-        header, token_ids = self._headers.of(key, file)
-        if reply.ready == header.layers:
-            return LentReader(key, header, token_ids, file, loan)
-        connection.expect(loan, header.layers)
-        return LoadingLentReader(key, header, token_ids, file, loan, reply.tier, reply.ready)
-
-    def _direct(self, key: str, fd: int) -> ChunkReader:
-        """A reader of the file itself, which had no room in the daemon's memory."""
-        try:
-            header = read_header(fd, key)
-            span = header.tensors["token_ids"]
-            data = memoryview(bytearray(span.size))
-            read_span(fd, key, span, data)
-        except BaseException:
-            os.close(fd)
-            raise
-        ids = as_token_ids(np.frombuffer(data, dtype="<i4"))
-        row = Row(key, header.fingerprint, header.recipe, ids, header.nbytes, header.file_bytes, "", 0.0, 0.0)
-        reader = DiskReader(self.path, row, fd)
-        return KeepingReader(reader, False, lambda kv: None, lambda error: self.discard(error.key, error.reason))
 
     def _set_pinned(self, keys: Iterable[str], pinned: bool) -> None:
         self._check_open()

@@ -18,8 +18,10 @@ from blendkv.daemon.arena import Window
 from blendkv.daemon.loans import Loan
 from blendkv.daemon.receiver import Receiver, Waiter
 from blendkv.daemon.wire import Wire, WireError, close_all
-from blendkv.errors import StoreError
+from blendkv.errors import BlendKVError, StoreError
 
+PATIENCE = 2.0
+"""Seconds that a look-up may take, in a remote tier for instance, before it counts as a miss."""
 _UNHURRIED = 1.0  # seconds
 _GONE = "the daemon has gone"
 _SERIAL = itertools.count()
@@ -72,7 +74,7 @@ class Connection:
         self.deadline = deadline
         self._loans: dict[int, Loan] = {}
         self._calls: dict[int, _Call] = {}
-        self._numbers = itertools.count(1)
+        self._number = 1  # of the next request
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self.ended = False
@@ -128,8 +130,37 @@ class Connection:
         StoreError
             What the daemon raised.
         """
-        number, call = self._begin(request, fds)
+        return self._await(*self._begin(request, fds)[0], request, time.monotonic(), limit)
+
+    def ask_each(self, request: m.Request, count: int, limit: float) -> list[tuple[m.Reply, list[int]] | BlendKVError]:
+        """Send a request that has ``count`` replies, and return them in order.
+
+        What `ask_any` would raise stands in the place of a reply: none of the others is lost for it. ``limit`` is for
+        all together.
+
+        Raises
+        ------
+        DownError
+            If the daemon takes no requests.
+        """
         begun = time.monotonic()
+        found: list[tuple[m.Reply, list[int]] | BlendKVError] = []
+        calls = self._begin(request, (), count)
+        try:
+            for number, call in calls:
+                try:
+                    found.append(self._await(number, call, request, begun, limit))
+                except BlendKVError as error:
+                    found.append(error)
+        except BaseException:  # an interrupt: what has come or comes yet is nobody's
+            self._abandon(calls)
+            raise
+        return found
+
+    def _await(
+        self, number: int, call: _Call, request: m.Request, begun: float, limit: float | None
+    ) -> tuple[m.Reply, list[int]]:
+        """`ask_any` for a request that was sent at ``begun``."""
         pace = self.deadline / 2 if limit is not None else max(self.deadline / 2, _UNHURRIED)
         while not self._receiver.wait(call, pace):
             if not self._alive(pace):
@@ -194,23 +225,35 @@ class Connection:
             if self._receiver.done:
                 self._wire.close()
 
-    def _begin(self, request: m.Request, fds: Sequence[int]) -> tuple[int, _Call]:
-        call, number = _Call(), next(self._numbers)
+    def _begin(self, request: m.Request, fds: Sequence[int], replies: int = 1) -> list[tuple[int, _Call]]:
+        """Send a request; return the number of each of its replies, and what waits for it."""
         with self._lock:
             if self.ended:
                 raise DownError(_GONE)
-            self._calls[number] = call
+            calls = [(self._number + place, _Call()) for place in range(replies)]
+            self._number += replies
+            self._calls.update(calls)
         try:
             with self._sending:
-                self._wire.send(number, request, fds)
+                self._wire.send(calls[0][0], request, fds)
         except WireError as error:
             self.close()
             raise DownError(f"the daemon takes no requests: {error}") from error
-        return number, call
+        return calls
+
+    def _abandon(self, calls: Sequence[tuple[int, _Call]]) -> None:
+        """Nobody waits for these replies any more."""
+        with self._lock:
+            for number, _ in calls:
+                self._calls.pop(number, None)
+        for _, call in calls:
+            if isinstance(call.reply, m.Lent):
+                self.release([call.reply.loan])
+            close_all(call.fds)
 
     def _alive(self, seconds: float | None = None) -> bool:
         try:
-            _, call = self._begin(m.Ping(), ())
+            ((_, call),) = self._begin(m.Ping(), ())
         except DownError:
             return False
         return self._receiver.wait(call, seconds or self.deadline / 2) and call.reply is not None

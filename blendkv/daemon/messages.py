@@ -11,7 +11,7 @@ import msgspec
 
 from blendkv.store.reports import ChunkInfo, GcReport, RepairReport, StoreStat, VerifyReport
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised with every change that an older peer would misread."""
 MOST_KEYS = 4096
 """Keys in one message."""
@@ -54,9 +54,12 @@ class TokenIdsOf(Message):
 
 
 class Get(Message):
-    """Lend me a chunk. Reply: `Lent`, `Direct` or `Missing`."""
+    """Lend me chunks. Replies, in any order: for each `Lent`, `Direct` or `Missing`.
 
-    key: Key
+    The first is answered under the number of the request, the next under the number after it, and so on.
+    """
+
+    keys: Keys
 
 
 class Release(Message):

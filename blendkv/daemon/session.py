@@ -19,7 +19,7 @@ from blendkv.daemon.arena import Slab
 from blendkv.daemon.images import Image
 from blendkv.daemon.shm import Buffer, Parcel
 from blendkv.daemon.store import ImageStore, Lending
-from blendkv.daemon.wire import Wire, WireError, close_all
+from blendkv.daemon.wire import NUMBERS, Wire, WireError, close_all
 from blendkv.errors import BlendKVError, InputError, StoreError
 from blendkv.store.chunkfile import recipe_to_json, token_ids_digest
 
@@ -139,12 +139,10 @@ class Session:
             self._writers.submit(self._answer, number, lambda: self._put_from(request, buffer))
             return
         if isinstance(request, m.Get):
-            # What is not in memory may take a while, and pings must not wait for it.
-            lent = self._store.lend_from_memory(request.key.hex())
-            if lent is not None:
-                self._answer(number, partial(self._lend, number, lent))
-            else:
-                self._pool.submit(self._answer, number, lambda: self._get(number, request))
+            if number + len(request.keys) > NUMBERS:
+                raise WireError(f"the replies to a request numbered {number} have no numbers")
+            for place, key in enumerate(request.keys):
+                self._serve_get(number + place, key.hex())
             return
         quick = _QUICK.get(type(request))
         if self._store.asks_remotes and isinstance(request, m.Lookup | m.TokenIdsOf):
@@ -156,6 +154,14 @@ class Session:
         if slow is None:
             raise WireError(f"{type(request).__name__} has no place here")
         self._pool.submit(self._answer, number, lambda: slow(self, request))
+
+    def _serve_get(self, number: int, key: str) -> None:
+        """What is not in memory may take a while, and neither pings nor other chunks must wait for it."""
+        lent = self._store.lend_from_memory(key)
+        if lent is not None:
+            self._answer(number, partial(self._lend, number, lent))
+        else:
+            self._pool.submit(self._answer, number, lambda: self._get(number, key))
 
     def _answer(self, number: int, work: Callable[[], Answer]) -> None:
         """Do the work and send its result, or its fault."""
@@ -201,8 +207,8 @@ class Session:
         self._store.put(self._store.receive(request.key.hex(), buffer.view()[: request.size]))
         return m.Done()
 
-    def _get(self, number: int, request: m.Get) -> Answer:
-        lent = self._store.lend(request.key.hex())
+    def _get(self, number: int, key: str) -> Answer:
+        lent = self._store.lend(key)
         if lent is None:
             return m.Missing()
         if not isinstance(lent, Lending):

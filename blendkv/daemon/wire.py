@@ -25,6 +25,8 @@ MOST_BYTES = 256 << 20
 """Bytes of the longest message."""
 MOST_FDS = 2
 _NUMBER = 8
+NUMBERS = 1 << 8 * _NUMBER
+"""Requests are numbered below this."""
 _FD_BYTES = array.array("i").itemsize
 _ROOM = socket.CMSG_SPACE((MOST_FDS + 1) * _FD_BYTES)  # for one too many, so that it shows
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -41,6 +41,9 @@ class Store(Protocol):
 
     def get(self, key: str, token_ids: TokenIds) -> ChunkReader | None:
         """Return a reader for the chunk, or None."""
+
+    def get_all(self, wanted: Sequence[tuple[str, TokenIds]]) -> list[ChunkReader | None]:
+        """`get` for many chunks, each a key and its token ids: all that a prompt needs, at once."""
 
     def put(self, kv: ChunkKV) -> None:
         """Store ``kv``; a chunk that is there already is left as it is."""

@@ -123,6 +123,10 @@ class KVStore(TieredStore[ChunkKV]):
         self._answer("disk", None, token_ids)
         return self._get_remote(key, token_ids)
 
+    def get_all(self, wanted: Sequence[tuple[str, TokenIds]]) -> list[ChunkReader | None]:
+        """`get` for many chunks, each a key and its token ids."""
+        return [self.get(key, token_ids) for key, token_ids in wanted]
+
     def _get_remote(self, key: str, token_ids: TokenIds) -> ChunkReader | None:
         reader = self._from_remote(key)
         if reader is None or not np.array_equal(reader.token_ids, token_ids):

@@ -13,7 +13,7 @@ from blendkv.store.base import ChunkReader
 from blendkv.store.codecs import RAW
 from blendkv.store.door import Store
 from blendkv.store.reports import StoreStat
-from blendkv.types import ChunkKV, Prompt, RecipeKind, TokenIds, chunk_key
+from blendkv.types import ChunkKV, RecipeKind, TokenIds
 
 _log = logging.getLogger(__name__)
 _COMPUTED_BYTES = 1 << 28
@@ -54,8 +54,6 @@ class ParallelLibrary(ChunkLibrary):
     ) -> None:
         super().__init__(engine, store, kind, system_prefix, codec, tenant)
         self._ranks = ranks
-        self._at_hand: dict[str, ChunkReader | None] | None = None
-        """While a prompt is looked up: what that has found, or computed, by key."""
         self._computed: OrderedDict[str, ChunkKV] = OrderedDict()
         self._computed_bytes = 0
 
@@ -65,46 +63,38 @@ class ParallelLibrary(ChunkLibrary):
         share = self._ranks.share
         return super().bytes_per_token * share.size // share.replicas
 
-    def readers(self, prompt: Prompt) -> list[ChunkReader | None]:
-        """See `ChunkLibrary.readers`; all the prompt's look-ups are agreed on at once."""
-        wanted: dict[str, TokenIds] = {}
-        for segment in prompt.segments:
-            ids = segment.token_ids
-            if segment.kind == "chunk":
-                wanted[self.key(ids)] = ids
-            elif segment.kind == "system":
-                wanted[chunk_key(self.fingerprint, self.start, ids)] = ids
+    def _look_up_all(self, wanted: dict[str, TokenIds]) -> dict[str, ChunkReader]:
+        """Chunk KVs that every rank has, with this rank's heads: all of a prompt are agreed on at once."""
+        found = self._own(wanted)
+        everywhere = self._ranks.agree([key in found for key in wanted])
+        return {key: found[key] for key, all_have in zip(wanted, everywhere, strict=True) if all_have}
+
+    def _own(self, wanted: dict[str, TokenIds]) -> dict[str, ChunkReader]:
+        """What this rank has, from its store or because all have computed it and rank 0 may still be writing it."""
+        found: dict[str, ChunkReader] = {}
         try:
-            self._at_hand = dict(zip(wanted, self._fetch(list(wanted.items())), strict=True))
-            return super().readers(prompt)
-        finally:
-            self._at_hand = None
+            stored = super()._look_up_all(wanted)
+        except Exception as error:
+            self._unreadable(error)
+            stored = {}
+        for key in wanted:
+            if key not in stored:
+                if key in self._computed:
+                    found[key] = self._computed[key]
+                continue
+            try:
+                found[key] = self._ranks.local(stored[key])
+            except Exception as error:
+                self._unreadable(error)
+            else:
+                self._forget(key)
+        return found
 
-    def _look_up(self, key: str, token_ids: TokenIds) -> ChunkReader | None:
-        if self._at_hand is not None and key in self._at_hand:
-            return self._at_hand[key]
-        return self._fetch([(key, token_ids)])[0]
-
-    def _fetch(self, wanted: Sequence[tuple[str, TokenIds]]) -> list[ChunkReader | None]:
-        """Chunk KVs that every rank has from its store, with this rank's heads."""
-        found = [self._read(key, ids) for key, ids in wanted]
-        everywhere = self._ranks.agree([reader is not None for reader in found])
-        return [reader if all_have else None for reader, all_have in zip(found, everywhere, strict=True)]
-
-    def _read(self, key: str, token_ids: TokenIds) -> ChunkReader | None:
-        try:
-            reader = super()._look_up(key, token_ids)
-            if reader is None:  # rank 0 may still be writing what all have computed
-                return self._computed.get(key)
-            self._forget(key)
-            return self._ranks.local(reader)
-        except Exception as error:  # on this rank only, perhaps: the others must hear of it, whatever it is
-            self.counts.failed_lookups += 1
-            if self.counts.failed_lookups == 1:
-                _log.warning(
-                    "rank %d cannot read the store, all ranks compute (said once): %s", self._ranks.rank, error
-                )
-            return None
+    def _unreadable(self, error: Exception) -> None:
+        """On this rank only, perhaps: the others must hear of it, whatever it is."""
+        self.counts.failed_lookups += 1
+        if self.counts.failed_lookups == 1:
+            _log.warning("rank %d cannot read the store, all ranks compute (said once): %s", self._ranks.rank, error)
 
     def _keep(self, kv: ChunkKV) -> None:
         """Gather all heads, and store them where rank 0 is."""
@@ -115,8 +105,6 @@ class ParallelLibrary(ChunkLibrary):
             except Exception as error:  # rank 0 alone must not stop here
                 self.counts.not_stored += 1
                 _log.warning("chunk %s is not stored: %s", kv.key[:12], error)
-        if self._at_hand is not None:
-            self._at_hand[kv.key] = kv
         self._forget(kv.key)
         self._computed[kv.key] = kv
         self._computed_bytes += kv.nbytes

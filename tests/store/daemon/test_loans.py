@@ -114,7 +114,7 @@ def test_who_leaves_while_its_chunk_is_looked_for_holds_nothing(start, connect, 
 def _get(key):
     from blendkv.daemon import messages as m
 
-    return m.Get(bytes.fromhex(key))
+    return m.Get([bytes.fromhex(key)])
 
 
 def test_memory_of_a_load_is_free_when_its_chunk_leaves(start, connect, kvs, tmp_path, eventually):
@@ -156,3 +156,20 @@ def test_who_waits_for_a_chunk_that_is_removed_and_stored_anew(
     gate.set()
     for reader, kv in zip([after, *others], kvs, strict=False):
         assert_same(reader, kv)
+
+
+def test_many_chunks_are_lent_for_one_message(make_kv, start, connect, assert_same):
+    """In memory, on disk, and missing; a collision is none; the order is that of the question."""
+    start(4 * HELD)
+    store = connect()
+    chunks = [make_kv(number) for number in range(9)]  # a page each: five of them are on disk only
+    for kv in chunks[:8]:
+        store.put(kv)
+    asked = [(kv.key, kv.token_ids) for kv in chunks] + [(chunks[0].key, chunks[1].token_ids)]
+    before = store._link.connection()._number
+    found = store.get_all(asked)
+    assert store._link.connection()._number == before + len(asked), "more was asked than one message with all keys"
+    for kv, reader in zip(chunks[:8], found, strict=False):
+        assert_same(reader, kv)
+    assert found[8:] == [None, None]
+    assert store.get_all([]) == []

@@ -85,7 +85,7 @@ def test_who_gives_up_hands_the_socket_on(slow, connect, make_kv, eventually):
 
     def ask(number, limit):
         try:
-            said.append(connection.ask_any(m.Get(bytes.fromhex(make_kv(number).key)), limit=limit)[0])
+            said.append(connection.ask_any(m.Get([bytes.fromhex(make_kv(number).key)]), limit=limit)[0])
         except DownError as error:
             said.append(str(error))
 
@@ -127,7 +127,7 @@ def test_a_late_reply_lends_nothing(slow, connect, make_kv, tmp_path, eventually
         store.put(kv)
     connection = connect(1.0)._link.connection()
     with pytest.raises(DownError, match="took longer"):
-        connection.ask_any(m.Get(bytes.fromhex(kv.key)), limit=0.0)
+        connection.ask_any(m.Get([bytes.fromhex(kv.key)]), limit=0.0)
     assert begun
     gate.set()
     eventually(lambda: daemon.store.in_memory(kv.key))
@@ -160,7 +160,7 @@ def test_an_interrupt_of_who_reads_leaves_nobody_waiting(slow, connect, make_kv,
 
     def ask(number):
         try:
-            said.append(connection.ask_any(m.Get(bytes.fromhex(make_kv(number).key))))
+            said.append(connection.ask_any(m.Get([bytes.fromhex(make_kv(number).key)])))
         except (DownError, KeyboardInterrupt) as error:
             said.append(type(error))
 

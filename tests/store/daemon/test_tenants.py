@@ -15,14 +15,14 @@ def test_a_miss_for_what_another_tenant_has_is_as_any_miss(make_kv, start, conne
     store = connect()
     store.put(make_kv(1, tenant=A))
     said: list[tuple[str, ...]] = []
-    ask_any = Connection.ask_any
+    replied = Connection._await
 
-    def noted(self, request, *arguments, **options):
-        reply, fds = ask_any(self, request, *arguments, **options)
+    def noted(self, number, call, request, *arguments):
+        reply, fds = replied(self, number, call, request, *arguments)
         said.append((type(request).__name__, repr(reply)))
         return reply, fds
 
-    monkeypatch.setattr(Connection, "ask_any", noted)
+    monkeypatch.setattr(Connection, "_await", noted)
     runs = []
     for kv in (make_kv(1, tenant=B), make_kv(1), make_kv(2, tenant=A), make_kv(9)):
         said.clear()

@@ -59,7 +59,7 @@ def test_noise_ends_the_connection_and_nothing_else(fuzzed, noise):
 
 
 REQUESTS = st.one_of(
-    st.builds(m.Get, st.binary(min_size=32, max_size=32)),
+    st.builds(m.Get, st.lists(st.binary(min_size=32, max_size=32), max_size=4)),
     st.builds(m.Release, st.lists(st.integers(0, 1 << 40), max_size=9)),
     st.builds(m.Put, st.binary(min_size=32, max_size=32)),
     st.builds(m.PutBuffer),
@@ -146,3 +146,16 @@ def test_a_message_in_memory_that_can_still_change_is_refused():
         wire.receive()
     left.close()
     wire.close()
+
+
+def test_replies_for_which_there_are_no_numbers_end_the_connection(fuzzed):
+    daemon, client, kv = fuzzed
+    wire = greeted(daemon)
+    key = bytes.fromhex(kv.key)
+    wire.send((1 << 64) - 1, m.Get([key]))
+    assert isinstance(wire.receive()[1], m.Lent)
+    wire.send((1 << 64) - 1, m.Get([key, key]))
+    with pytest.raises(WireError, match="gone"):
+        wire.receive()
+    wire.close()
+    assert client.get(kv.key, kv.token_ids) is not None
