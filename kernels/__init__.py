@@ -4,6 +4,7 @@ An op is called from here; `blendkv.kernels.dispatch` picks the backend that com
 """
 
 from blendkv.kernels.budget import topk_by_budget
+from blendkv.kernels.encoding import decode_vectors, encode_vectors
 from blendkv.kernels.ops import (
     attention_mass,
     chunk_prefill,
@@ -13,7 +14,7 @@ from blendkv.kernels.ops import (
     selected_attention,
 )
 from blendkv.kernels.rotation import RopeTable, rope_table, rotate, unrotate
-from blendkv.kernels.types import AttentionOutput, AttentionParams, Encoded, Move, Paged, Statistic, Trend
+from blendkv.kernels.types import AttentionOutput, AttentionParams, Encoded, Move, Paged, Statistic, Stored, Trend
 
 __all__ = [
     "AttentionOutput",
@@ -23,9 +24,12 @@ __all__ = [
     "Paged",
     "RopeTable",
     "Statistic",
+    "Stored",
     "Trend",
     "attention_mass",
     "chunk_prefill",
+    "decode_vectors",
+    "encode_vectors",
     "kv_deviation",
     "rope_shift_scatter",
     "rope_shift_scatter_all",

@@ -51,6 +51,8 @@ INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {
     "avx512bf16": (*_AVX512, "-mavx512bf16"),
 }
 """Every C++ source but ``entry.cpp`` is compiled once for each; other processors than x86-64 get the first alone."""
+EXACT = {"encode": ("-ffp-contract=off",)}
+"""More flags by source: what must make the same bytes everywhere joins no product and sum into one rounding."""
 NVCC_FLAGS = (
     "-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden",
     "-gencode", "arch=compute_80,code=sm_80",
@@ -142,7 +144,8 @@ def _steps(kind: Kind, extra: tuple[str, ...]) -> tuple[list[tuple[Path, str, tu
             steps.append((source, "entry.o", flags))
             continue
         for name, own in _sets().items():
-            steps.append((source, f"{source.stem}-{name}.o", (*flags, *own, f"-DBLENDKV_ISA={name}")))
+            special = (*own, *EXACT.get(source.stem, ()), f"-DBLENDKV_ISA={name}")
+            steps.append((source, f"{source.stem}-{name}.o", (*flags, *special)))
     return steps, ("-shared", _openmp())
 
 
@@ -246,7 +249,7 @@ def _loaded(kind: Kind) -> ctypes.CDLL | str:
     if kind == "cpu":
         library.blendkv_cpu_isa.restype = ctypes.c_char_p
         library.blendkv_cpu_select.argtypes = [ctypes.c_char_p]
-        for op in ("attention", "mass", "scatter", "deviation"):
+        for op in ("attention", "mass", "scatter", "deviation", "encode"):
             function = library[f"blendkv_cpu_{op}"]
             function.argtypes, function.restype = [ctypes.c_char_p], None
     return library

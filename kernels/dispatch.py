@@ -33,6 +33,7 @@ IMPLEMENTED: dict[str, tuple[str, ...]] = {
     "scatter": ("cuda", "triton", "cpu", "torch", "reference"),
     "prefill": ("flash", "torch", "reference"),
     "deviation": ("cuda", "triton", "cpu", "torch", "reference"),
+    "encode": ("cpu", "torch", "reference"),
 }
 """Backends of every op."""
 PREFERENCE: dict[str, tuple[str, ...]] = {

@@ -13,15 +13,19 @@ from struct import Struct
 import torch
 
 from blendkv.kernels import build
-from blendkv.kernels.types import Paged
+from blendkv.kernels.types import BITS, Paged
 
 ATTENTION = Struct("@7q8q3q7q9q2d").pack
 MASS = Struct("@8q4q3q8q2d").pack
 SCATTER = Struct("@17q17q7q7q").pack
 DEVIATION = Struct("@20q").pack
+ENCODE = Struct("@13q").pack
 DTYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_DIM = 256
 """Largest head dim of the attention kernels."""
+CODECS = {"fp8": 1, "int8": 2, **{name: 8 + bits for name, bits in BITS.items()}}
+MOST_CODED = 1024
+"""Largest head dim of turbo codes."""
 
 
 @cache

@@ -315,7 +315,7 @@ def rope_shift_scatter(
     ----------
     k, v
         ``[tokens, kv_heads, head_dim]`` and ``[tokens, kv_heads, v_head_dim]``, K before RoPE, of any float dtype and
-        strides; or `Encoded`.
+        strides; or `Encoded`, whose values a CPU rounds to the output's dtype first, as decoding alone would.
     table
         cos and sin of the tokens' new positions; None for a layer without RoPE.
     k_out, v_out

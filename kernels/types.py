@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -97,6 +97,14 @@ class Encoded:
     dim: int
     signs: torch.Tensor | None = None
     codebook: torch.Tensor | None = None
+
+    def __getitem__(self, tokens: torch.Tensor | slice) -> Encoded:
+        """Some of the tokens."""
+        return replace(self, data=self.data[tokens], scale=self.scale[tokens])
+
+
+Stored = torch.Tensor | Encoded
+"""K or V ``[tokens, heads, dim]`` as values, or as a codec stores them."""
 
 
 class Move(NamedTuple):

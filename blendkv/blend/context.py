@@ -12,7 +12,7 @@ import torch
 from blendkv.blend.layout import Layout, Span
 from blendkv.blend.rotation import RopeTables
 from blendkv.engines.base import KVSink, KVSource, ModelRunner
-from blendkv.kernels import Move, RopeTable, Trend, rope_shift_scatter_all
+from blendkv.kernels import Move, RopeTable, Stored, Trend, decode_vectors, rope_shift_scatter_all
 
 
 @dataclass(frozen=True)
@@ -38,25 +38,29 @@ class Context:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._rows: dict[tuple[int, int], RopeTable] = {}
 
-    def stored(self, layer: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """K and V of the stored spans of one layer, by span index, on the runner's device."""
+    def stored(self, layer: int) -> dict[int, tuple[Stored, Stored]]:
+        """K and V of the stored spans of one layer, by span index, on the runner's device.
+
+        On a CPU coded ones stay coded: `assemble` decodes them on their way, which saves writing them out and reading
+        them again. For another device they are decoded before they are moved.
+        """
         if not self.layout.stored:
             return {}
         began = time.perf_counter()
-        pairs = self.source.layer(layer)
+        found = {i: pair for i, pair in enumerate(self.source.layer(layer)) if pair is not None}
         device = self.runner.device
-        found = {
-            i: (pair[0].to(device, non_blocking=True), pair[1].to(device, non_blocking=True))
-            for i, pair in enumerate(pairs)
-            if pair is not None
-        }
+        if device.type != "cpu":
+            values = {i: decode_vectors(*pair, self.runner.dtype) for i, pair in found.items()}
+            found = {
+                i: (k.to(device, non_blocking=True), v.to(device, non_blocking=True)) for i, (k, v) in values.items()
+            }
         self.seconds["load"] += time.perf_counter() - began
         return found
 
     def assemble(
         self,
         layer: int,
-        stored: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+        stored: Mapping[int, tuple[Stored, Stored]],
         rows: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,

@@ -8,7 +8,15 @@ import torch
 
 from blendkv.blend.context import Context
 from blendkv.engines.base import StopForward
-from blendkv.kernels import AttentionParams, Statistic, attention_mass, kv_deviation, rotate, selected_attention
+from blendkv.kernels import (
+    AttentionParams,
+    Statistic,
+    attention_mass,
+    decode_vectors,
+    kv_deviation,
+    rotate,
+    selected_attention,
+)
 
 DeviationOf = Literal["k", "v", "kv"]
 CHECK_LAYER = 1
@@ -81,7 +89,7 @@ class DeviationSession:
         table = self._context.tables.layer(layer)
         for span in self._context.layout.candidates:
             place = slice(span.start, span.stop)
-            old_k, old_v = stored[span.index]
+            old_k, old_v = decode_vectors(*stored[span.index], keys.dtype)
             moved = rotate(old_k, None if table is None else table.rows(place))
             self._deviation[place] = kv_deviation(
                 keys[place], moved, values[place], old_v, use_k="k" in self._of, use_v="v" in self._of

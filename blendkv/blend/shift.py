@@ -28,7 +28,7 @@ import torch
 from blendkv.blend.context import Shift
 from blendkv.blend.layout import Layout, Span
 from blendkv.blend.rotation import RopeTables, RowTables
-from blendkv.kernels import Trend, unrotate
+from blendkv.kernels import Stored, Trend, decode_vectors, unrotate
 
 ShiftKind = Literal["off", "mean", "js", "eb", "trend"]
 SHIFT_KINDS: tuple[ShiftKind, ...] = ("off", "mean", "js", "eb", "trend")
@@ -101,7 +101,7 @@ class ShiftEstimator:
         layer: int,
         k: torch.Tensor,
         v: torch.Tensor,
-        stored: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+        stored: Mapping[int, tuple[Stored, Stored]],
     ) -> dict[int, Shift]:
         """Shift by span index, from the pass's fresh K (rotated) and V of one layer, ``[rows, kv_heads, head_dim]``.
 
@@ -111,8 +111,11 @@ class ShiftEstimator:
             return {}
         spans = [span.index for span, _ in self._spans]
         fresh_k = unrotate(k[self._index], self._tables.layer(layer))
-        old_k = torch.cat([stored[i][0][own] for i, own in zip(spans, self._local, strict=True)])
-        old_v = torch.cat([stored[i][1][own] for i, own in zip(spans, self._local, strict=True)])
+        old = [
+            decode_vectors(stored[i][0][own], stored[i][1][own], k.dtype)
+            for i, own in zip(spans, self._local, strict=True)
+        ]
+        old_k, old_v = torch.cat([pair[0] for pair in old]), torch.cat([pair[1] for pair in old])
         moved = fresh_k - old_k.float(), v[self._index].float() - old_v.float()
         if self._kind != "trend":
             constant = [self._mean(difference) for difference in moved]

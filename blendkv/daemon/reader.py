@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from blendkv.daemon.loans import Loan
@@ -12,6 +13,8 @@ from blendkv.types import TokenIds
 
 if TYPE_CHECKING:
     import torch
+
+    from blendkv.kernels.types import Stored
 
 
 class LentReader(Filed):
@@ -37,25 +40,26 @@ class LentReader(Filed):
         IndexError
             If there is no such layer.
         """
+        return self._codec.decode(self._parts(index), self.header.recipe.dtype)
+
+    def encoded(self, index: int) -> tuple[Stored, Stored]:
+        """K and V of layer ``index`` as they lie in the shared memory; otherwise as `layer`."""
+        return self._codec.encoded(self._parts(index))
+
+    def _parts(self, index: int) -> Mapping[str, torch.Tensor]:
+        """The layer's tensors, once they are there."""
+        from blendkv.store.tensors import cut_layers, tensor_of
+
         if not 0 <= index < self.header.layers:
             raise IndexError(f"layer {index} of a chunk KV with {self.header.layers} layers")
         if index >= self._loan.ready:
             self._loan.wait_for(self.key, index)
         if not self._looked:
-            from blendkv.store.tensors import cut_layers
-
             self._cuts, self._looked = cut_layers(self._file, self.header), True
-        if self._cuts is None:
-            return self._decoded(index)
-        return self._codec.decode(self._cuts[index], self.header.recipe.dtype)
-
-    def _decoded(self, index: int) -> Layer:
-        """The layer by itself, of a file whose layers cannot be cut together."""
-        from blendkv.store.tensors import decode_layer
-
+        if self._cuts is not None:
+            return self._cuts[index]
         spans = self.header.layer(index)
-        parts = {p: (span, self._file[span.start : span.start + span.size]) for p, span in spans.items()}
-        return decode_layer(self.recipe, parts)
+        return {p: tensor_of(span, self._file[span.start : span.start + span.size]) for p, span in spans.items()}
 
 
 class LoadingLentReader(LentReader):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from blendkv.errors import InputError, PromptTooLongError
-from blendkv.kernels import AttentionParams, Statistic
+from blendkv.kernels import AttentionParams, Statistic, Stored
 from blendkv.kernels.rotation import Pairing
 from blendkv.store.base import ChunkReader
 from blendkv.store.codecs import CODECS, RAW
@@ -114,10 +114,11 @@ class KVSource(Protocol):
     readers: Sequence[ChunkReader | None]
     """One per segment of the prompt; None where nothing is stored and the tokens are computed fresh."""
 
-    def layer(self, index: int) -> Sequence[tuple[torch.Tensor, torch.Tensor] | None]:
+    def layer(self, index: int) -> Sequence[tuple[Stored, Stored] | None]:
         """K before RoPE and V, each ``[tokens, kv_heads, head_dim]``, of every segment; None as in ``readers``.
 
-        Layers are asked for in ascending order, once per pass.
+        As values of the model's dtype, or as a codec stores them: the blend decodes while it rotates. Layers are asked
+        for in ascending order, once per pass.
         """
         ...
 

@@ -7,7 +7,7 @@ names of the parts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from blendkv.errors import InputError
 from blendkv.registry import Registry
@@ -16,7 +16,7 @@ from blendkv.store.timing import CODEC_TIMINGS
 if TYPE_CHECKING:
     import torch
 
-    from blendkv.kernels.types import Encoded
+    from blendkv.kernels.types import Encoded, Stored
     from blendkv.store.base import Layer
 
 RAW = "raw"
@@ -66,6 +66,14 @@ class Codec(Protocol):
 
 
 CODECS: Registry[Codec] = Registry("codec")
+
+
+@runtime_checkable
+class EncodedReader(Protocol):
+    """A `blendkv.store.base.ChunkReader` that can also hand out layers as they are stored."""
+
+    def encoded(self, index: int) -> tuple[Stored, Stored]:
+        """K and V of layer ``index``, in the store's memory; otherwise as `blendkv.store.base.ChunkReader.layer`."""
 
 
 class RawCodec:

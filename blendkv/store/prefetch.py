@@ -6,10 +6,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from blendkv.errors import InputError
 from blendkv.observe.tracing import carried, detail
-from blendkv.store.base import ChunkReader, Layer, LoadingReader
+from blendkv.store.base import ChunkReader, LoadingReader
+from blendkv.store.codecs import EncodedReader
+
+if TYPE_CHECKING:
+    from blendkv.kernels.types import Stored
 
 
 class LayerPrefetcher:
@@ -42,12 +47,12 @@ class LayerPrefetcher:
                     f"chunk KV {reader.key[:12]} has {reader.layers} layers and the model {layers}; "
                     "use chunk KVs of this model"
                 )
-        self._readers = tuple(readers)
+        self._sources = [r.encoded if isinstance(r, EncodedReader) else r.layer for r in readers]
         self._loading = [reader for reader in readers if isinstance(reader, LoadingReader)]
         self._read_before = sum(reader.bytes_read for reader in self._loading)
         self._layers = layers
         self._depth = depth
-        self._ready: dict[int, list[Layer] | Exception] = {}
+        self._ready: dict[int, list[tuple[Stored, Stored]] | Exception] = {}
         self._next = 0  # the layer to read next
         self._consumed = -1  # the last layer handed out
         self._pass = 0  # tells a layer read for an earlier order from one of this
@@ -65,8 +70,8 @@ class LayerPrefetcher:
         """Bytes read from outside memory so far, those read ahead included."""
         return sum(reader.bytes_read for reader in self._loading) - self._read_before
 
-    def layer(self, index: int) -> list[Layer]:
-        """K and V of layer ``index`` of every chunk, in the order of the readers.
+    def layer(self, index: int) -> list[tuple[Stored, Stored]]:
+        """K and V of layer ``index`` of every chunk, in the order of the readers; of an `EncodedReader` as stored.
 
         Raises
         ------
@@ -118,8 +123,8 @@ class LayerPrefetcher:
         self._next = index
         self._pass += 1
 
-    def _read(self, index: int) -> list[Layer]:
-        return [reader.layer(index) for reader in self._readers]
+    def _read(self, index: int) -> list[tuple[Stored, Stored]]:
+        return [source(index) for source in self._sources]
 
     def _due(self) -> bool:
         return self._next < self._layers and self._next <= self._consumed + self._depth
@@ -149,7 +154,7 @@ class LayerPrefetcher:
                 self._next = self._layers if isinstance(found, Exception) else index + 1
                 self._changed.notify_all()
 
-    def _load(self, index: int) -> list[Layer] | Exception:
+    def _load(self, index: int) -> list[tuple[Stored, Stored]] | Exception:
         try:
             for ahead in range(index, min(index + 2, self._layers)):
                 for reader in self._loading:

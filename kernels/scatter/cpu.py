@@ -8,11 +8,8 @@ import torch
 
 from blendkv.kernels import native
 from blendkv.kernels.rotation import RopeTable
-from blendkv.kernels.types import BITS, Encoded, Move, Trend
+from blendkv.kernels.types import Encoded, Move, Trend
 
-CODECS = {"fp8": 1, "int8": 2, **{name: 8 + bits for name, bits in BITS.items()}}
-MOST_CODED = 1024
-"""Largest head dim of an encoded source."""
 _NONE = (0, 0, 0)
 """Addresses of what there is not."""
 
@@ -29,8 +26,8 @@ def refuses(moves: Sequence[Move], k_out: torch.Tensor, v_out: torch.Tensor) -> 
             if isinstance(source, torch.Tensor):
                 if source.dtype not in native.DTYPES:
                     return "it computes in float32, a source is float64"
-            elif source.dim > MOST_CODED:
-                return f"it decodes head dims up to {MOST_CODED}, this is {source.dim}"
+            elif source.dim > native.MOST_CODED:
+                return f"it decodes head dims up to {native.MOST_CODED}, this is {source.dim}"
     return None
 
 
@@ -48,7 +45,7 @@ def _source(source: torch.Tensor | Encoded, kept: list[torch.Tensor]) -> tuple[i
         if source.signs is not None and source.codebook is not None:
             parts += [t.to(torch.float32).contiguous() for t in (source.signs, source.codebook)]
         kept += parts
-        coding = (0, CODECS[source.codec], *(t.data_ptr() for t in parts), *_NONE[len(parts) :])
+        coding = (0, native.CODECS[source.codec], *(t.data_ptr() for t in parts), *_NONE[len(parts) :])
     kept.append(data)
     row, head, _ = data.stride()
     return (data.data_ptr(), row, head, *coding)

@@ -8,7 +8,7 @@ import torch
 
 from blendkv.kernels.codes import decode
 from blendkv.kernels.rotation import rotate
-from blendkv.kernels.types import Move, Trend
+from blendkv.kernels.types import Encoded, Move, Trend
 
 
 def refuses(*args: object, **kwargs: object) -> str | None:
@@ -25,7 +25,10 @@ def run(moves: Sequence[Move], k_out: torch.Tensor, v_out: torch.Tensor) -> None
 def _move(move: Move, k_out: torch.Tensor, v_out: torch.Tensor) -> None:
     """One chunk."""
     k, v, table, slots, k_bias, v_bias = move
-    keys, values = decode(k), decode(v)
+    keys, values = (
+        decode(source).to(out.dtype) if isinstance(source, Encoded) else source
+        for source, out in ((k, k_out), (v, v_out))
+    )
     k_bias, v_bias = (bias.per_token() if isinstance(bias, Trend) else bias for bias in (k_bias, v_bias))
     if isinstance(slots, int) and k_out.dim() == 3:
         place = slice(slots, slots + len(keys))

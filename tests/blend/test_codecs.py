@@ -71,3 +71,52 @@ def test_values_are_float32_where_the_recipe_is():
     world = World.make(TorchRunner(build("llama")), random.Random(0), sizes=(9,))
     kv = replace(world.chunks[0], recipe=replace(world.chunks[0].recipe, codec="turbo4"))
     assert {t.dtype for t in (*as_stored(kv).k, *as_stored(kv).v)} == {torch.float32}
+
+
+class CodedSource(ListSource):
+    """Layers of the chunks as their codec stores them."""
+
+    def __init__(self, readers, codec):
+        super().__init__(readers)
+        self._codec = CODECS.get(codec)
+        self.handed = 0
+
+    def layer(self, index):
+        found = list(super().layer(index))
+        for place, pair in enumerate(found):
+            if pair is not None and place:
+                self.handed += 1
+                found[place] = self._codec.encoded(self._codec.encode(*pair))
+        return found
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp8", "turbo4"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        BlendSettings("head_query", 0.2, "trend"),
+        BlendSettings("strided", 0.3, "eb"),
+        BlendSettings("kv_deviation", 0.5),
+    ],
+    ids=lambda settings: settings.selector,
+)
+def test_what_is_decoded_on_the_way_is_what_was_decoded_before(codec, settings):
+    seed = seed_of_run()
+    print(f"seed {seed}")
+    world = World.make(TorchRunner(build("llama")), random.Random(seed), sizes=(40, 60, 50), recipe="bos")
+    chunks = [replace(c, recipe=replace(c.recipe, codec=codec)) for c in world.chunks]
+    question = len(world.prompt.segments[-1].token_ids)
+    found = []
+    coded = CodedSource([world.system, *chunks, None], codec)
+    for source in (ListSource([world.system, *map(as_stored, chunks), None]), coded):
+        sink = world.sink()
+        report = blend(world.runner, world.prompt, source, sink, settings, question)
+        kv = [sink.buffer(i, report.total_tokens) for i in range(len(world.runner.layers))]
+        found.append((report.logits, report.selected, kv))
+    assert coded.handed >= 3 * len(world.runner.layers)
+    (one, selected, kv), (other, again, like) = found
+    assert torch.equal(selected, again)
+    assert torch.allclose(one, other, atol=1e-4)
+    for (k, v), (k_like, v_like) in zip(kv, like, strict=True):
+        assert torch.allclose(k, k_like, atol=1e-4)
+        assert torch.allclose(v, v_like, atol=1e-4)

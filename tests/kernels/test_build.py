@@ -23,6 +23,7 @@ extern "C" int blendkv_cpu_attention(const void*) { return ANSWER; }
 extern "C" int blendkv_cpu_mass(const void*) { return 0; }
 extern "C" int blendkv_cpu_scatter(const void*) { return 0; }
 extern "C" int blendkv_cpu_deviation(const void*) { return 0; }
+extern "C" int blendkv_cpu_encode(const void*) { return 0; }
 """
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="no C++ compiler")
 

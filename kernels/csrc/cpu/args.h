@@ -7,6 +7,7 @@
 namespace blendkv {
 
 enum Dtype : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
+enum Coding : int64_t { RAW = 0, FP8 = 1, INT8 = 2, TURBO2 = 10, TURBO3 = 11, TURBO4 = 12 };  // turbo: bits + 8
 
 // Keys or values: token t lies at data + block(t) * block_stride + (t % block_size) * token_stride, where block(t) is
 // table[t / block_size]; without a table all tokens are of one block.
@@ -54,6 +55,11 @@ struct DeviationArgs {
   int64_t k_a, k_a_stride, k_a_head_stride, k_b, k_b_stride, k_b_head_stride;
   int64_t v_a, v_a_stride, v_a_head_stride, v_b, v_b_stride, v_b_head_stride;
   int64_t deviation, tokens, heads, v_heads, k_dim, v_dim, dtype, threads;
+};
+
+// x is K or V; data and scale are contiguous. codec as in Moved, raw excepted; signs and codebook of turbo alone.
+struct EncodeArgs {
+  int64_t x, x_stride, x_head_stride, dtype, codec, data, scale, signs, codebook, tokens, heads, dim, threads;
 };
 
 }  // namespace blendkv

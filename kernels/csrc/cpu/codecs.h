@@ -5,7 +5,8 @@
 
 namespace blendkv::BLENDKV_ISA {
 
-constexpr int CODES = 16;  // entries of the largest codebook
+constexpr int CODES = 16;          // entries of the largest codebook
+constexpr int MOST_CODED = 1024;  // head dim of turbo codes
 
 struct fp8 { uint8_t bits; };
 

@@ -17,6 +17,7 @@ extern "C" void GOMP_parallel(void (*body)(void*), void* data, unsigned threads,
   void mass(const MassArgs&);            \
   void scatter(const ScatterArgs&);      \
   void deviation(const DeviationArgs&);  \
+  void encode(const EncodeArgs&);        \
   }
 
 namespace blendkv {
@@ -37,10 +38,11 @@ struct Set {
   void (*mass)(const MassArgs&);
   void (*scatter)(const ScatterArgs&);
   void (*deviation)(const DeviationArgs&);
+  void (*encode)(const EncodeArgs&);
 };
 
 #define BLENDKV_SET(isa, works) \
-  {#isa, [] { return bool(works); }, isa::attention, isa::mass, isa::scatter, isa::deviation}
+  {#isa, [] { return bool(works); }, isa::attention, isa::mass, isa::scatter, isa::deviation, isa::encode}
 
 const Set sets[] = {
 #if defined(__x86_64__)
@@ -134,3 +136,4 @@ BLENDKV_OP(attention, AttentionArgs)
 BLENDKV_OP(mass, MassArgs)
 BLENDKV_OP(scatter, ScatterArgs)
 BLENDKV_OP(deviation, DeviationArgs)
+BLENDKV_OP(encode, EncodeArgs)

@@ -6,7 +6,6 @@
 namespace blendkv::BLENDKV_ISA {
 namespace {
 
-constexpr int MOST_CODED = 1024;  // head dim of turbo sources
 constexpr int64_t AHEAD = 8192;      // bytes of a source that are prefetched, in whole tokens
 constexpr int TABLE_AHEAD = 8;       // tokens whose cos and sin are prefetched
 constexpr int64_t OUT_AHEAD = 2048;  // bytes of output, in whole tokens: more than that leaves the first cache again
@@ -14,7 +13,6 @@ constexpr int64_t GATHERED = 4096;   // bytes that are written at a time past th
 constexpr int64_t UNCACHED = 7 << 19;  // bytes of an output from which on it is written past the caches
 
 enum Bias { NONE, CONSTANT, TREND };
-enum Coding : int64_t { RAW = 0, FP8 = 1, INT8 = 2, TURBO2 = 10, TURBO3 = 11, TURBO4 = 12 };
 
 // Vectors of a row: two at once, one, or what a row ends with.
 struct Double {
@@ -50,10 +48,10 @@ template <class S, class D> struct Heads {
   int64_t x_stride, out_stride, dim;
   int count;
 
-  // Value i of a head, whose row begins at `from`.
+  // Value i of a head, whose row begins at `from`. Codes become what a decoded chunk holds before anything is added.
   template <Bias BIAS, class L> BLENDKV_INLINE auto take(const S* from, int head, int64_t i, L lanes) const {
     auto value = lanes.read(from + i);
-    if constexpr (sizeof(S) == 1) value *= splat(scales[head]);
+    if constexpr (sizeof(S) == 1) value *= splat(scales[head]), value = rounded<D>(value);
     if constexpr (BIAS != NONE) value += lanes.read(bias + head * dim + i);
     if constexpr (BIAS == TREND) value += splat(along) * lanes.read(slope + head * dim + i);
     return value;
@@ -216,6 +214,9 @@ template <class S, class D> struct Side {
     if constexpr (sizeof(S) == 4)
       if (decoded) {
         decode(m, token, a.heads, codebook, decoded);
+        float* end = decoded + a.heads * heads.x_stride;
+        if (rotated || m.bias)  // as in `take`
+          for (float* x = decoded; x < end; x += W) store(x, rounded<D>(load<vf>(x)));
         heads.x = decoded;
       }
     if (!m.bias) return move<NONE>(heads, token);

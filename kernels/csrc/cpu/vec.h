@@ -209,6 +209,15 @@ template <class T> BLENDKV_INLINE void put(T* to, vf2 x) { put(to, x.low), put(t
 BLENDKV_INLINE void put(bf16* to, vf2 x) { store(to, _mm512_cvtne2ps_pbh((__m512)x.high, (__m512)x.low)); }
 #endif
 
+// What is left of it in a T.
+template <class T> BLENDKV_INLINE vf rounded(vf x) {
+  if constexpr (sizeof(T) == 4) return x;
+  T row[W];
+  put(row, x);
+  return get(row);
+}
+template <class T> BLENDKV_INLINE vf2 rounded(vf2 x) { return {rounded<T>(x.low), rounded<T>(x.high)}; }
+
 // What is left of a row that is no multiple of W long; the other lanes are zero.
 template <class T> BLENDKV_INLINE vf get_some(const T* from, int count) {
   T row[W] = {};

@@ -1,0 +1,1 @@
+"""`encode_vectors`: K or V as a codec stores it."""
