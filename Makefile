@@ -1,4 +1,4 @@
-.PHONY: setup setup-vllm browser redis demo test test-releases test-triton soak lint bench device-check clean
+.PHONY: setup setup-vllm browser redis azurite demo test test-releases test-triton soak lint bench device-check clean
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
@@ -43,6 +43,12 @@ redis:
 	  sudo=$$([ "$$(id -u)" = 0 ] || echo sudo); \
 	  $$sudo apt-get update -qq && $$sudo apt-get install -y -qq --no-install-recommends redis-server; }
 
+# So are those of Azure: its emulator, in a folder of its own; without npm, or where it cannot be had, they skip.
+AZURITE := .azurite/node_modules/.bin/azurite-blob
+azurite:
+	@test -x $(AZURITE) || ! command -v npm >/dev/null || \
+	  npm install --silent --no-fund --no-audit --prefix .azurite azurite@3.35.0 || echo 'no Azurite: tests of Azure skip'
+
 demo: setup
 	HF_HUB_OFFLINE=1 $(BIN)/blendkv demo
 
@@ -53,7 +59,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 # vLLM has a process of its own: its CPU platform does not start where numba (through bm25s) is loaded already.
-test: lint setup-vllm browser redis
+test: lint setup-vllm browser redis azurite
 	$(PYTEST) -n 2 --dist loadgroup --ignore tests/vllm
 	$(PYTEST) --cov-append tests/vllm
 	$(MAKE) test-triton

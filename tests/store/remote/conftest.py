@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from azure_process import AzureServer
 from redis_process import PATIENCE, RedisServer
 from remote_chunks import PATIENT, Opener
 from s3_process import S3Server
@@ -45,6 +46,13 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     server.stop()
 
 
+@pytest.fixture(scope="session")
+def azure_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzureServer]:
+    server = AzureServer(tmp_path_factory.mktemp("azure"))
+    yield server
+    server.stop()
+
+
 @pytest.fixture
 def url_of(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """URL of a place of the given kind; its server is started if need be."""
@@ -60,6 +68,11 @@ def url_of(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
             for name, value in server.environment().items():
                 monkeypatch.setenv(name, value)
             return f"s3://{server.bucket}/some/prefix"
+        if kind == "az":
+            server = request.getfixturevalue("azure_server")
+            for name, value in server.environment().items():
+                monkeypatch.setenv(name, value)
+            return f"az://{server.container}/some/prefix"
         return {"file": f"file://{tmp_path}/shared", "memory": f"memory://{tmp_path.name}"}[kind]
 
     return find

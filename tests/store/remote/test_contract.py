@@ -13,7 +13,7 @@ from remote_chunks import Opener, StoredChunk, chunk, read_all
 from blendkv.errors import DamagedChunkError, InputError, StoreError
 from blendkv.store.guard import GuardedTier
 
-KINDS = ("memory", "file", "redis", "unix", "cluster", "s3")
+KINDS = ("memory", "file", "redis", "unix", "cluster", "s3", "az")
 PACKINGS = {"plain": {}, "zstd": {"zstd": "5"}, "sealed": {"encrypt": "1"}, "both": {"zstd": "1", "encrypt": "1"}}
 SECRET, OTHER = (base64.b64encode(bytes([value]) * 32).decode() for value in (1, 2))
 

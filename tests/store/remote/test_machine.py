@@ -14,7 +14,10 @@ from remote_chunks import Opener, StoredChunk, chunk, read_all
 KEYS = [f"{number:064x}" for number in range(4)]
 
 
-@pytest.mark.parametrize(("kind", "options"), [("file", "?zstd=1"), ("memory", ""), ("redis", "?zstd=1"), ("s3", "")])
+PLACES = [("file", "?zstd=1"), ("memory", ""), ("redis", "?zstd=1"), ("s3", ""), ("az", "")]
+
+
+@pytest.mark.parametrize(("kind", "options"), PLACES)
 def test_like_a_dict(kind: str, options: str, url_of: Callable[[str], str], opened: Opener) -> None:
     url, runs = url_of(kind) + options, iter(range(1 << 30))
 

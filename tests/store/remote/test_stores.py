@@ -53,7 +53,7 @@ def assert_equal(reader, kv):
 
 
 @pytest.mark.parametrize("daemons", [(False, False), (True, True), (True, False)])
-@pytest.mark.parametrize("kind", ["redis", "s3"])
+@pytest.mark.parametrize("kind", ["redis", "s3", "az"])
 def test_two_machines_see_each_others_chunks(machine, url_of, make_kv, kind, daemons):
     url = url_of(kind)
     one, two = (machine(name, url, daemon=daemon) for name, daemon in zip("ab", daemons, strict=True))
