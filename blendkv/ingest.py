@@ -70,7 +70,8 @@ def ingest(
     sources
         Files, folders, ``hf:NAME``, ``python-reference``; see `blendkv.retrieval.load.load_corpus`.
     precompute
-        ``all``: compute every chunk's KV now; ``lazy``: at first use, beyond what ``precompute_bytes`` allows.
+        ``all``: compute every chunk's KV now; ``lazy``: at first use, beyond what ``precompute_bytes`` allows; then a
+        full store keeps what the policy finds worth more than what would leave for it (docs/market.md).
     precompute_bytes
         Upper bound of the KV computed now. None: no bound for ``all``, nothing for ``lazy``.
     chunk_tokens

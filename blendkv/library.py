@@ -9,17 +9,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from blendkv.blend.codec_choice import default_codec
 from blendkv.engines.base import ChunkEngine, ModelIdentity, head_dims, kv_bytes_per_token
 from blendkv.errors import DamagedChunkError, StoreError, StoreFullError, UnsupportedModelError
+from blendkv.kernels import Stored
 from blendkv.observe.tracing import span
 from blendkv.store.base import ChunkReader, LoadingReader
 from blendkv.store.codecs import RAW, check_codec
 from blendkv.store.coding import as_stored
 from blendkv.store.door import Store
 from blendkv.store.prefetch import LayerPrefetcher
+from blendkv.store.pressure import Selective
 from blendkv.store.reports import StoreStat
 from blendkv.types import ChunkKV, Prompt, Recipe, RecipeKind, Segment, TokenIds, as_token_ids, chunk_key
 
@@ -35,7 +35,7 @@ class PromptSource:
         self.readers = readers
         self.prefetcher = prefetcher
 
-    def layer(self, index: int) -> Sequence[tuple[torch.Tensor, torch.Tensor] | None]:
+    def layer(self, index: int) -> Sequence[tuple[Stored, Stored] | None]:
         """K and V per segment; None where nothing is stored."""
         found = iter(self.prefetcher.layer(index))
         return [None if r is None else next(found) for r in self.readers]
@@ -45,7 +45,9 @@ class PromptSource:
 class LibraryCounts:
     """What a library did: chunks found, computed (missing), tokens computed.
 
-    ``failed_lookups`` and ``not_stored`` count chunks that the store could not look up (computed instead) or take.
+    ``failed_lookups`` and ``not_stored`` count chunks that the store could not look up (computed instead) or take;
+    ``not_worth_storing`` those that were computed for one prompt only, because what would have left the store for them
+    is worth more.
     """
 
     hits: int = 0
@@ -53,6 +55,7 @@ class LibraryCounts:
     computed_tokens: int = 0
     failed_lookups: int = 0
     not_stored: int = 0
+    not_worth_storing: int = 0
 
 
 class Library(ABC):
@@ -247,18 +250,37 @@ class ChunkLibrary(Library):
             reader = self._at_start(ids)
             return None if reader is None else materialise(reader)
 
-    def compute(self, chunks: Sequence[TokenIds]) -> Iterator[ChunkKV]:
-        """Compute chunks alone, several in one pass, and store them in the background; yields what is stored."""
+    def compute(self, chunks: Sequence[TokenIds], choose: bool = False) -> Iterator[ChunkKV]:
+        """Compute chunks alone, several in one pass, and store them in the background; yields them as they are stored.
+
+        With ``choose`` only those are stored that are worth what would have to leave the store for them.
+        """
         prefix = self._prefix() if chunks else None
         for batch in batches(chunks, PASS_TOKENS):
             for kv in map(as_stored, self.engine.collect(self.recipe, batch, prefix)):
                 self.counts.computed += 1
                 self.counts.computed_tokens += len(kv.token_ids)
-                self._keep(kv)
+                if not choose or self._earns(kv):
+                    self._keep(kv)
                 yield kv
 
+    def _earns(self, kv: ChunkKV) -> bool:
+        """Whether a chunk that a prompt needs is worth its bytes in the store, which may have no room for all."""
+        tokens = len(kv.token_ids)
+        try:
+            earns = not isinstance(self.store, Selective) or self.store.earns(
+                kv.key, tokens, tokens * self.bytes_per_token, kv.recipe.tenant
+            )
+        except StoreError:  # it shows, and is counted, when it is stored
+            return True
+        self.counts.not_worth_storing += not earns
+        return earns
+
     def readers(self, prompt: Prompt) -> list[ChunkReader | None]:
-        """A reader per segment: chunks and the system prefix always have one, missing ones are computed first."""
+        """A reader per segment: chunks and the system prefix always have one, missing ones are computed first.
+
+        Where the store is full, what is computed here is stored only if it is worth what would leave for it.
+        """
         keys = [self._key_of(segment) for segment in prompt.segments]
         wanted = {key: segment.token_ids for key, segment in zip(keys, prompt.segments, strict=True) if key}
         chunks = {key for key, segment in zip(keys, prompt.segments, strict=True) if segment.kind == "chunk"}
@@ -273,7 +295,7 @@ class ChunkLibrary(Library):
             )  # fmt: skip
         if missing:
             with span("compute", chunks=len(missing), tokens=sum(map(len, missing))):
-                found.update((kv.key, kv) for kv in self.compute(missing))
+                found.update((kv.key, kv) for kv in self.compute(missing, choose=True))
         return [
             self._at_start(segment.token_ids) if segment.kind == "system" and key not in found else found.get(key)
             for key, segment in zip(keys, prompt.segments, strict=True)

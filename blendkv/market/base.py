@@ -9,6 +9,10 @@ from blendkv.registry import Registry
 
 UNKNOWN = "unknown"
 """The workload class of a use that nobody has tagged."""
+LONGEST_WORD = 64
+"""Characters of a workload class, or of a session's id."""
+USUAL = "market"
+"""Name of the policy of a store of which nothing else is said."""
 
 
 class Item(NamedTuple):

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from blendkv.market.base import NOBODY, Use
+from blendkv.errors import InputError
+from blendkv.market.base import LONGEST_WORD, NOBODY, Use
 
 _current: ContextVar[Use] = ContextVar("blendkv_use", default=NOBODY)
 
@@ -18,7 +19,16 @@ def current_use() -> Use:
 
 @contextmanager
 def using(use: Use) -> Iterator[None]:
-    """What happens in this block, on this thread or task, is for ``use``."""
+    """What happens in this block, on this thread or task, is for ``use``.
+
+    Raises
+    ------
+    InputError
+        If its class is not of 1 to 64 printable characters, or its session's id has more.
+    """
+    for name, word, least in (("workload", use.workload, 1), ("session", use.session, 0)):
+        if not least <= len(word) <= LONGEST_WORD or not word.isprintable():
+            raise InputError(f"{name} is {word!r:.80}; {least} to {LONGEST_WORD} printable characters are allowed")
     token = _current.set(use)
     try:
         yield

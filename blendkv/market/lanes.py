@@ -122,6 +122,16 @@ class Lanes:
             for entry in lane.bins[place].values():
                 yield entry, price
 
+    def dearest(self, count: int) -> list[tuple[float, list[Entry]]]:
+        """``count`` held blocks, or a few more, by price: the dearest first; of one price, the one used last last."""
+        found: list[tuple[float, list[Entry]]] = []
+        for price, _, lane, place in reversed(self._order):
+            if count <= 0:
+                break
+            found.append((price, list(lane.bins[place].values())))
+            count -= len(found[-1][1])
+        return found
+
     def _lane(self, group: Group, step: int | None) -> Lane:
         lane = self._lanes.get((group, step))
         if lane is None:

@@ -116,8 +116,11 @@ class Ledger:
             entry = self.entries[key] = Entry(key, use.session, self.now)
         else:
             self._lanes.leave(entry, used=True)
-            if not entry.held:
-                self.what_if.returned(entry.mark, entry.worth * entry.nbytes)
+            saved = entry.worth * entry.nbytes
+            if entry.held:
+                self.what_if.hit(saved)
+            else:
+                self.what_if.returned(entry.mark, saved)
             entry.gap = self._gap(entry)
             entry.shared = entry.shared or self._by_others(entry, use)
         if item is not None:
@@ -167,6 +170,10 @@ class Ledger:
     def cheapest(self) -> Iterator[tuple[Entry, float]]:
         """Held blocks with their prices, the cheapest first."""
         return self._lanes.cheapest()
+
+    def dearest(self, count: int) -> list[tuple[float, list[Entry]]]:
+        """See `Lanes.dearest`."""
+        return self._lanes.dearest(count)
 
     def _by_others(self, entry: Entry, use: Use) -> bool:
         """Whether a use is not by the session that made the block; nobody's uses are told apart by their number."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from blendkv.market.base import POLICIES, Item, Use
+from blendkv.market.appraisal import Lot
+from blendkv.market.base import POLICIES, UNKNOWN, Item, Use
 from blendkv.market.classes import Classes
 from blendkv.market.hints import Hint
 from blendkv.market.ledger import Entry, Ledger
 from blendkv.market.sessions import State
+from blendkv.market.survival import bin_of
 
 FAVOUR = 0.5
 """A newcomer is let in if it is worth this share of what leaves: those after it in its prefix depend on it."""
@@ -46,6 +48,14 @@ class Price(NamedTuple):
     horizon: float
     reuse: float
     price: float
+
+
+class Standing(NamedTuple):
+    """A held block: its key, its price in seconds saved per byte and second, and the class of its last use."""
+
+    key: str
+    price: float
+    workload: str
 
 
 class MarketPolicy:
@@ -114,12 +124,16 @@ class MarketPolicy:
         return chosen
 
     def admits(self, key: str, item: Item, use: Use, leaving: Sequence[str], now: float) -> bool:
-        """Whether the newcomer is worth more than all that would leave; if not, its use is noted."""
+        """Whether the newcomer is worth more than all that would leave; if not, its use is noted.
+
+        What is not known, because it came to a tier behind this one before this process, counts as worth nothing.
+        """
         if not leaving:
             return True
         self._ledger.advance(now)
         worth = self._ledger.newcomer(key, use).rates[0] * item.saved
-        if worth > FAVOUR * sum(self._ledger.entries[gone].value for gone in leaving):
+        known = (self._ledger.entries.get(gone) for gone in leaving)
+        if worth > FAVOUR * sum(entry.value for entry in known if entry is not None):
             return True
         self._ledger.used(key, item, use, held=False)
         return False
@@ -136,10 +150,53 @@ class MarketPolicy:
         entry = self._ledger.entries.get(key)
         return None if entry is None or not entry.held else entry.value / entry.nbytes
 
-    def prices(self, count: int, now: float) -> list[Price]:
-        """The ``count`` blocks that would leave first, in that order."""
+    def appraise(self, lots: Sequence[Lot], now: float) -> list[float]:
+        """Prices in seconds saved per byte and second of holding, of blocks that are held or not.
+
+        One that is not known, because another process used it or an earlier one, has that of an untagged block of its
+        age.
+        """
         self._ledger.advance(now)
-        return [_price(entry, self._ledger.now) for entry, _ in islice(self._ledger.cheapest(), count)]
+        return [self._appraised(lot) for lot in lots]
+
+    def _appraised(self, lot: Lot) -> float:
+        entry = self._ledger.entries.get(lot.key)
+        if entry is not None:
+            return entry.value / entry.nbytes
+        strange = self._ledger.groups.private(UNKNOWN, 1)
+        return strange.rates[bin_of(max(0.0, lot.age))] * lot.item.saved / max(1, lot.item.nbytes)
+
+    def seen(self, key: str, item: Item, use: Use, now: float) -> None:
+        """``key`` was used, and there is no room for it."""
+        self._ledger.advance(now)
+        entry = self._ledger.entries.get(key)
+        self._ledger.used(key, item, use, held=entry is not None and entry.held)
+
+    def prices(self, count: int, keep: Container[str], now: float) -> list[Price]:
+        """The ``count`` blocks outside ``keep`` that would leave first, in that order."""
+        self._ledger.advance(now)
+        leaving = (entry for entry, _ in self._ledger.cheapest() if entry.key not in keep)
+        return [_price(entry, self._ledger.now) for entry in islice(leaving, count)]
+
+    def dearest(self, count: int, now: float) -> Callable[[], list[Standing]]:
+        """The ``count`` dearest blocks, the dearest first.
+
+        The list is made by the call that is returned, which may come when the policy is used by others again: for many
+        blocks it takes its time.
+        """
+        self._ledger.advance(now)
+        found = self._ledger.dearest(count)
+
+        def standings() -> list[Standing]:
+            rows = ((entry, price) for price, entries in found for entry in reversed(entries))
+            return [Standing(entry.key, price, entry.workload) for entry, price in islice(rows, count)]
+
+        return standings
+
+    @property
+    def saved(self) -> float:
+        """Seconds that hits have saved so far."""
+        return self._ledger.what_if.saved
 
     def more(self, nbytes: int) -> float:
         """Seconds that so many bytes more would have saved so far, from blocks that left and came back."""

@@ -18,12 +18,18 @@ class WhatIf:
         self._saved = [0.0] * _OCTAVES
         self.left = 0
         """Bytes that have left so far."""
+        self.saved = 0.0
+        """Seconds that hits have saved so far."""
 
     def leaves(self, nbytes: int) -> int:
         """A block leaves; return the mark with which `returned` is to be called when it comes back."""
         mark = self.left
         self.left += nbytes
         return mark
+
+    def hit(self, saved: float) -> None:
+        """A block was used while it was held, which saved ``saved`` seconds."""
+        self.saved += saved
 
     def returned(self, mark: int, saved: float) -> None:
         """A block that had left at ``mark`` was asked for; having it would have saved ``saved`` seconds."""

@@ -26,7 +26,8 @@ _FAMILIES = {
     ),
     "library_chunks": counter(
         "Chunk KVs found (hits), computed because they were missing (computed), looked up in vain because the store "
-        "failed (failed_lookups), and not stored because it failed (not_stored).", "store", "event",
+        "failed (failed_lookups), not stored because it failed (not_stored), or because what would have left is worth "
+        "more (not_worth_storing).", "store", "event",
     ),
     "library_computed_tokens": counter("Tokens of chunk KV computed alone.", "store"),
     "incidents": counter("What was mended or given up on the way to an answer.", "store", "kind"),
@@ -57,10 +58,10 @@ class StoreFacts:
     """What the metrics show of one store.
 
     ``stat`` is from `blendkv.store.KVStore.stat`; ``library`` holds counts by name (``hits``, ``computed``,
-    ``computed_tokens``, ``failed_lookups``, ``not_stored``); ``documents`` are those of the collection; ``incidents``
-    counts what was mended or given up on the way, by a few fixed words (`blendkv.pipeline.RagPipeline.fallbacks`);
-    ``gate`` is the state of `blendkv.blend.gate.Gate`. ``codecs`` is what is on disk by codec, known where the store
-    lies in this process; ``daemon`` is there where it does not.
+    ``computed_tokens``, ``failed_lookups``, ``not_stored``, ``not_worth_storing``); ``documents`` are those of the
+    collection; ``incidents`` counts what was mended or given up on the way, by a few fixed words
+    (`blendkv.pipeline.RagPipeline.fallbacks`); ``gate`` is the state of `blendkv.blend.gate.Gate`. ``codecs`` is what
+    is on disk by codec, known where the store lies in this process; ``daemon`` is there where it does not.
     """
 
     stat: StoreStat
@@ -124,7 +125,7 @@ def _of(store: str, facts: StoreFacts) -> Iterable[Sample]:
     yield "documents", (store,), facts.documents
     for verdict in _VERDICTS:
         yield "gate", (store, verdict), float(verdict == facts.gate)
-    for event in ("hits", "computed", "failed_lookups", "not_stored"):
+    for event in ("hits", "computed", "failed_lookups", "not_stored", "not_worth_storing"):
         yield "library_chunks", (store, event), facts.library.get(event, 0)
     yield "library_computed_tokens", (store,), facts.library.get("computed_tokens", 0)
     for kind, count in facts.incidents.items():

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _DAMAGE = ("missing", "truncated", "checksum", "header", "mismatch", "unreadable")
 _REASONS = ("limit", "full", "quota")
-_REFUSALS = ("limit", "quota")
+_REFUSALS = ("limit", "quota", "price")
 _ALWAYS = (("head", "ok"), ("head", "miss"))
 """Calls that are shown before there are any, for the hit rate."""
 _STATES = ("closed", "open", "half_open")
@@ -34,7 +34,9 @@ STORE: dict[str, Family] = {
         "Seconds of a local tier's calls: look-ups (get), puts, and layers read from there (load).", *_TIER, "operation"
     ),
     "store_evictions": counter("Evicted chunk KVs.", *_TIER, "reason"),
-    "store_refused": counter("Chunk KVs for which no room could be made.", *_TIER, "reason"),
+    "store_refused": counter(
+        "Chunk KVs for which no room could be made, or was not worth making (price).", *_TIER, "reason"
+    ),
     "store_damaged": counter("Chunk KVs that could not be read whole, dropped or not.", *_TIER),
     "store_discarded": counter("Damaged chunk KVs that were dropped.", "store", "kind"),
     "store_collisions": counter("Look-ups and puts whose key was there with other token ids.", "store"),

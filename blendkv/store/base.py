@@ -95,9 +95,10 @@ class TierStat:
     """What a tier holds and did. ``bytes`` and ``limit`` are in bytes; a ``limit`` of None means no limit.
 
     ``evictions`` counts by reason: ``limit`` (the byte limit), ``full`` (the device had no space left), ``quota`` (the
-    tenant's). ``refused`` counts chunks for which no room could be made, by the same reasons. ``damaged`` counts chunks
-    of this tier that were found damaged. ``latencies`` are those of its calls by operation: ``get`` (a look-up),
-    ``put``, and ``load`` (one layer read from there).
+    tenant's). ``refused`` counts chunks for which no room could be made, by the same reasons, and those that were not
+    worth what would have left for them (``price``). ``damaged`` counts chunks of this tier that were found damaged.
+    ``latencies`` are those of its calls by operation: ``get`` (a look-up), ``put``, and ``load`` (one layer read from
+    there).
     """
 
     name: str

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Generic, Self
+from typing import Self
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from blendkv.errors import DamagedChunkError, InputError, StoreError, StoreFullE
 from blendkv.store.base import Chunk, HeldChunk, IndexReader, Tier, TierStat
 from blendkv.store.disk import DiskTier, same_chunk
 from blendkv.store.memory import MemoryTier
+from blendkv.store.pressure import Pressed
 from blendkv.store.quotas import Quotas
 from blendkv.store.remote_reader import RemoteReader
 from blendkv.store.remotes import Remotes
@@ -34,7 +35,7 @@ QUEUE_BYTES = 512 << 20
 _log = logging.getLogger(__name__)
 
 
-class TieredStore(ABC, Generic[HeldChunk]):
+class TieredStore(Pressed[HeldChunk]):
     """Chunk KVs by key, in memory first, then on disk, then in remote tiers.
 
     `blendkv.store.KVStore` holds tensors, for an engine in this process; the daemon's store holds files in shared
@@ -67,6 +68,7 @@ class TieredStore(ABC, Generic[HeldChunk]):
         self._closed = False
         if disk is not None:
             memory.pin(disk.index.pinned())
+        self._appraise_disk()
 
     @abstractmethod
     def _checked(self, kv: HeldChunk) -> HeldChunk:
@@ -123,13 +125,15 @@ class TieredStore(ABC, Generic[HeldChunk]):
     def put(self, kv: HeldChunk) -> None:
         """Store ``kv`` in memory and on disk; a chunk that is there already is left as it is.
 
+        On disk only, if the policy finds that what would leave memory for it is worth more.
+
         Raises
         ------
         InputError
             If ``kv`` is not a whole chunk.
         StoreFullError
-            If there is no room on disk, even after eviction (the copy in memory stays), or none in memory for a
-            store without a disk.
+            If there is no room on disk, even after eviction (there is a copy in memory then, if it fits), or none in
+            memory for a store without a disk.
         StoreError
             If another chunk is stored under the same key, or the disk cannot be written.
         """
@@ -356,6 +360,8 @@ class TieredStore(ABC, Generic[HeldChunk]):
             if there is not None and not same_chunk(there, kv):
                 self._count("collision")
                 raise StoreError(f"another chunk is stored under the key {kv.key[:12]}; remove it first")
+        if not self._let_in(kv):
+            return kv
         try:
             with self._timings.timed("memory put"):
                 return self._hold(kv)
@@ -366,13 +372,19 @@ class TieredStore(ABC, Generic[HeldChunk]):
         return kv
 
     def _hold(self, kv: HeldChunk) -> HeldChunk:
-        """Put ``kv`` in memory; return it as it is held there."""
         return self._memory.place(kv)
+
+    def _size(self, kv: HeldChunk) -> int:
+        return kv.nbytes
 
     def _put_disk(self, kv: HeldChunk) -> None:
         assert self._disk is not None
-        with self._timings.timed("disk put"):
-            self._disk.put(kv)
+        try:
+            with self._timings.timed("disk put"):
+                self._disk.put(kv)
+        except StoreError:
+            self._rescue(kv)
+            raise
         if self._remotes is not None:
             self._remotes.offer(kv)
         if self._memory.pinned(kv.key):  # pinned while it was in memory only

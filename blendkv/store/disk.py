@@ -18,6 +18,7 @@ from blendkv.store.base import Chunk, HeldChunk, TierStat
 from blendkv.store.filereader import FileReader
 from blendkv.store.files import fsync_directory, make_directory, temporary_file, write_all
 from blendkv.store.forms import Form, PlainForm
+from blendkv.store.hand import Appraise, Hand
 from blendkv.store.index import Index, Row
 from blendkv.store.quotas import Quotas
 from blendkv.types import TokenIds
@@ -26,6 +27,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Evicting the new file's size once should do; concurrent writers and whole blocks may want it again. A bound, because
 # a device that others fill must not cost the whole store.
 _FULL_TRIES = 3
+_MOST_HANDS = 256
 
 
 class DiskTier(Generic[HeldChunk]):
@@ -33,7 +35,9 @@ class DiskTier(Generic[HeldChunk]):
 
     ``encode`` returns the file of a chunk as it is held in memory, ``form`` is how it lies on the disk. Without a
     ``policy`` the least recently used goes first, in the order that the index has: a policy holds every key in this
-    process, 350 MB for a million. A tenant at its quota makes room among its own chunks, least recently used first.
+    process, 350 MB for a million. With `appraise_by` the cheapest of some goes first instead (`blendkv.store.hand`), by
+    what the policy of the tier before this one knows. A tenant at its quota makes room among its own chunks, the
+    cheapest or the least recently used first.
 
     Every change of a file's name and of its row happens inside one write transaction of the index, so that processes
     which share the store never see one without the other; only a crash can part them, and a sweep mends that.
@@ -58,9 +62,38 @@ class DiskTier(Generic[HeldChunk]):
         self.index = index
         self.limit = limit
         self._policy = policy
+        self._appraise: Appraise | None = None
+        self._hands: dict[str | None, Hand] = {}  # by tenant; None: of all
         self._seen = 0  # the last tick of the index that the policy knows of
         self._evictions: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
+
+    def appraise_by(self, appraise: Appraise) -> None:
+        """Evict what is cheapest by ``appraise`` from here on; it is called in transactions of the index."""
+        self._appraise = appraise
+
+    def refuses(self, key: str, nbytes: int, tenant: str, outweighs: Callable[[Sequence[str]], bool]) -> bool:
+        """Whether a chunk is not worth what would have to leave for it, as ``outweighs`` says; counts it then.
+
+        One for which there is room, or is none whatever leaves, is not refused here.
+        """
+        if self._appraise is None or self.contains(key):
+            return False
+        with self._errors(), self.index.transaction():
+            leaving = self._leaving(self._appraise, tenant, nbytes)
+        if not leaving or outweighs(leaving):
+            return False
+        self._refused["price"] += 1
+        return True
+
+    def _leaving(self, appraise: Appraise, tenant: str, size: int) -> list[str]:
+        """What would leave for a newcomer; hands of their own look for it, so that those that evict stay in place."""
+        quota = self.quotas.of(tenant)
+        own = 0 if quota is None else self.index.totals(tenant)[1] + size - quota
+        if own > 0:
+            return self._hand(appraise, tenant).copy().victims(own)
+        total = 0 if self.limit is None else self.index.totals()[1] + size - self.limit
+        return self._hand(appraise, None).copy().victims(total)
 
     def token_ids(self, key: str) -> TokenIds | None:
         """Token ids stored under ``key``, from the index, or None."""
@@ -273,12 +306,19 @@ class DiskTier(Generic[HeldChunk]):
         return count, freed
 
     def _victims(self, nbytes: int, tenant: str | None) -> list[str]:
+        if self._appraise is not None:
+            return self._hand(self._appraise, tenant).victims(nbytes)
         if self._policy is None or tenant is not None:
             return self.index.oldest(nbytes, tenant)
         for key, size, tick in self.index.changed_since(self._seen):
             self._policy.added(key, file_item(size), NOBODY, time.monotonic())
             self._seen = tick
         return self._policy.victims(nbytes, self.index.pinned(), time.monotonic())
+
+    def _hand(self, appraise: Appraise, tenant: str | None) -> Hand:
+        if tenant not in self._hands and len(self._hands) >= _MOST_HANDS:
+            self._hands.clear()
+        return self._hands.setdefault(tenant, Hand(self.index, appraise, tenant))
 
     def _drop(self, key: str) -> int | None:
         found = self.index.place(key)

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from blendkv.market.hints import Hint
 from blendkv.store.base import ChunkReader, IndexReader
-from blendkv.store.reports import ChunkInfo, GcReport, RepairReport, StoreStat, VerifyReport
+from blendkv.store.reports import ChunkInfo, GcReport, MarketReport, RepairReport, StoreStat, VerifyReport
 from blendkv.types import ChunkKV, TokenIds
 
 
@@ -65,6 +66,20 @@ class Store(Protocol):
 
     def unpin(self, keys: Iterable[str]) -> None:
         """Let chunks be evicted again."""
+
+    def hint(self, session: str, what: Hint, ttl: float = 0.0) -> bool:
+        """Tell the tiers what a session says of itself; return whether a policy listens.
+
+        It is about to wait for a tool for ``ttl`` seconds at most (``tool_started``), has its result
+        (``tool_finished``), or is over (``session_ended``). `InputError` for what `blendkv.market.words.check_hint`
+        refuses.
+        """
+
+    def market(self, count: int = 20) -> MarketReport:
+        """The ``count`` chunks that would leave memory first, and what more memory would have saved.
+
+        `InputError` if the memory's policy keeps no prices.
+        """
 
     def ls(self) -> list[ChunkInfo]:
         """Every chunk, least recently used first."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from blendkv.errors import StoreError
 from blendkv.store.base import IndexEntry
@@ -22,6 +23,8 @@ from blendkv.types import Recipe, TokenIds, as_token_ids
 _LOCK_TIMEOUT = 30.0  # seconds to wait for another process's write
 _TOUCH_BATCH = 1024
 _KEYS_PER_QUERY = 512
+_NEVER = (1 << 63) - 1
+"""A tick that no clock comes to."""
 _OF_TAG = "(SELECT id FROM tenants WHERE tag = ?)"
 _WRONG = """
 WITH counted AS (
@@ -32,6 +35,7 @@ SELECT counted.chunks, counted.bytes, tenants.id FROM tenants JOIN counted ON co
 WHERE counted.chunks <> tenants.chunks OR counted.bytes <> tenants.bytes
 """
 _COLUMNS = "key, fingerprint, recipe, token_ids, nbytes, file_bytes, path, created, last_used, pinned"
+_STANDING = "tick, key, tokens, nbytes, file_bytes, last_used"
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +54,17 @@ class Row:
     created: float
     last_used: float
     pinned: bool = False
+
+
+class Placed(NamedTuple):
+    """Where a chunk stands in the order of use, the later used, the larger the tick; sizes and times as in `Row`."""
+
+    tick: int
+    key: str
+    tokens: int
+    nbytes: int
+    file_bytes: int
+    last_used: float
 
 
 class Index:
@@ -166,6 +181,45 @@ class Index:
                 keys.append(row[0])
                 found += row[1]
         return keys
+
+    def window(self, after: int, nbytes: int, least: int, tenant: str | None = None) -> list[Placed]:
+        """What was used after the tick ``after`` and is not pinned, least recently used first; no more rows are read.
+
+        Chunks of ``nbytes`` bytes together, ``least`` of them at least, or all there are. Of all chunks, or of one
+        tenant's. Call it in a transaction.
+        """
+        found: list[Placed] = []
+        size = 0
+        query = "INDEXED BY by_tick WHERE"
+        values: tuple[object, ...] = (after,)
+        if tenant is not None:
+            query, values = f"INDEXED BY by_tenant WHERE tenant = {_OF_TAG} AND", (tenant, after)
+        query = f"SELECT {_STANDING} FROM chunks {query} tick > ? AND pinned = 0 ORDER BY tick"
+        with closing(self._writer.execute(query, values)) as rows:
+            while (size < nbytes or len(found) < least) and (row := rows.fetchone()) is not None:
+                found.append(Placed(*row))
+                size += found[-1].file_bytes
+        return found
+
+    def span(self, tenant: str | None = None) -> tuple[int, int]:
+        """The ticks of what was used longest ago and last, of all chunks or of one tenant's; zeros where none is."""
+        of, values = ("", ()) if tenant is None else (f" WHERE tenant = {_OF_TAG}", (tenant, tenant))
+        ends = ", ".join(f"(SELECT COALESCE({end}(tick), 0) FROM chunks{of})" for end in ("MIN", "MAX"))
+        first, last = self._read(f"SELECT {ends}", values)[0]
+        return first, last
+
+    def standing(self, keys: Sequence[str], tenant: str | None = None) -> list[Placed]:
+        """Those of ``keys``, 512 at most, that are there, not pinned, and the tenant's if one is given."""
+        marks = ",".join("?" * len(keys))
+        query, values = f"SELECT {_STANDING} FROM chunks WHERE key IN ({marks}) AND pinned = 0", tuple(keys)
+        if tenant is not None:
+            query, values = f"{query} AND tenant = {_OF_TAG}", (*values, tenant)
+        return [Placed(*row) for row in self._read(query, values)]
+
+    def newest(self, count: int, before: int | None = None) -> list[Placed]:
+        """The ``count`` chunks that were used last, of all or before the tick ``before``, the last first."""
+        query = f"SELECT {_STANDING} FROM chunks WHERE tick < ? ORDER BY tick DESC LIMIT ?"
+        return [Placed(*row) for row in self._read(query, (_NEVER if before is None else before, count))]
 
     def pinned(self) -> dict[str, int]:
         """Key -> bytes of the file, of every pinned chunk."""

@@ -22,7 +22,9 @@ from blendkv.store.reports import RepairReport
 INDEX_NAME = "index.sqlite"
 DAEMON_NAMES = ("daemon.sock", "daemon.lock")
 """A daemon's socket, and the lock of the one daemon that there may be."""
-_OURS = {"kv", *DAEMON_NAMES, INDEX_NAME, f"{INDEX_NAME}-wal", f"{INDEX_NAME}-shm", f"{INDEX_NAME}-journal"}
+PRICES_NAME = "daemon.prices"
+"""Where a daemon remembers what its memory held."""
+_OURS = {"kv", *DAEMON_NAMES, PRICES_NAME, INDEX_NAME, *(f"{INDEX_NAME}-{part}" for part in ("wal", "shm", "journal"))}
 
 
 def open_disk(

@@ -7,6 +7,7 @@ import sys
 from blendkv.market.base import EvictionPolicy
 from blendkv.market.classic import LruPolicy
 from blendkv.market.policies import POLICIES
+from blendkv.market.policy import MarketPolicy
 
 
 def tier_policy(name: str, limit: int | None) -> EvictionPolicy:
@@ -21,11 +22,11 @@ def tier_policy(name: str, limit: int | None) -> EvictionPolicy:
 
 
 def disk_policy(name: str, limit: int | None) -> EvictionPolicy | None:
-    """The policy of a disk tier; None for ``lru``, whose order the index has.
+    """The policy of a disk tier; None for ``lru``, whose order the index has, and ``market``, which the memory's knows.
 
     Raises
     ------
     InputError
         If there is none of that name.
     """
-    return None if POLICIES.get(name) is LruPolicy else tier_policy(name, limit)
+    return None if POLICIES.get(name) in (LruPolicy, MarketPolicy) else tier_policy(name, limit)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from blendkv.market.policy import Price
 from blendkv.store.base import TierStat
 from blendkv.store.guard import RemoteStat
 from blendkv.types import Recipe
@@ -62,6 +63,44 @@ class GcReport:
     evicted: int
     evicted_bytes: int
     repair: RepairReport
+
+
+GROWN = (1.5, 2.0, 4.0)
+"""Sizes of the memory, as multiples of its limit, of which a report says what they would have saved."""
+GIGABYTE = 10**9
+
+
+@dataclass(frozen=True)
+class MarketReport:
+    """What the chunks in memory are worth, and what more memory would have been.
+
+    Attributes
+    ----------
+    prices
+        The chunks that would leave first, in that order; those that are pinned or in use stay.
+    limit
+        Bytes of the memory.
+    seconds
+        How long the prices have been kept: since the store was opened.
+    saved
+        Seconds of prefill that hits in memory have saved in that time.
+    grown
+        (multiple of the limit, seconds that it would have saved besides): `GROWN`.
+    gigabyte
+        Seconds that one gigabyte more would have saved besides.
+    """
+
+    prices: tuple[Price, ...]
+    limit: int
+    seconds: float
+    saved: float
+    grown: tuple[tuple[float, float], ...]
+    gigabyte: float
+
+    @property
+    def marginal(self) -> float:
+        """Seconds per hour that the next gigabyte would save."""
+        return 3600.0 * self.gigabyte / max(self.seconds, 1e-9)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from blendkv.errors import DamagedChunkError, InputError, StoreFullError
+from blendkv.market.base import USUAL
+from blendkv.market.worth import Worth
 from blendkv.store.base import ChunkReader
 from blendkv.store.core import TieredStore
 from blendkv.store.memory import MemoryTier
@@ -40,11 +42,12 @@ class KVStore(TieredStore[ChunkKV]):
         *,
         memory_bytes: int,
         disk_bytes: int | None = None,
-        policy: str = "lru",
+        policy: str = USUAL,
         remotes: Sequence[str] = (),
         namespace: str = "default",
         quotas: Quotas | None = None,
         encrypt: bool | None = None,
+        prefill_rate: float | None = None,
     ) -> KVStore:
         """Open the store at ``path``, creating it where there is none; None keeps everything in memory only.
 
@@ -55,7 +58,8 @@ class KVStore(TieredStore[ChunkKV]):
         memory_bytes, disk_bytes
             Limits in bytes; no disk limit by default.
         policy
-            Name of the eviction policy of both tiers (`blendkv.market.policies`).
+            Name of the eviction policy of both tiers (`blendkv.market.policies`). With ``market`` what would push
+            something dearer out of memory stays on disk only, and what memory's policy knows ranks the disk as well.
         remotes, namespace
             URLs of remote tiers, fastest first, and whose chunks are seen there; see `open_remote`. They need a
             ``path``.
@@ -64,12 +68,15 @@ class KVStore(TieredStore[ChunkKV]):
         encrypt
             Whether what is on disk is encrypted with the key in ``BLENDKV_ENCRYPTION_KEY``; by default as the store
             is, a new one is not. It stays as it was made.
+        prefill_rate
+            Tokens per second that the engine prefills, for what a hit saves; 5,000 by default. It matters where chunks
+            of several models or codecs are here.
 
         Raises
         ------
         InputError
-            If a limit is negative, the policy is unknown, or ``path`` holds something else; if the store is encrypted
-            and the key is missing or another one, or ``encrypt`` is not how it is.
+            If a limit is negative, the rate is not above 0, the policy is unknown, or ``path`` holds something else; if
+            the store is encrypted and the key is missing or another one, or ``encrypt`` is not how it is.
         StoreMismatchError
             If a newer version of BlendKV made the store.
         StoreError
@@ -78,7 +85,8 @@ class KVStore(TieredStore[ChunkKV]):
         for name, limit in (("memory_bytes", memory_bytes), ("disk_bytes", disk_bytes)):
             if limit is not None and limit < 0:
                 raise InputError(f"{name} is {limit}; give 0 or more bytes")
-        memory: MemoryTier[ChunkKV] = MemoryTier(memory_bytes, tier_policy(policy, memory_bytes), quotas=quotas)
+        rule, worth = tier_policy(policy, memory_bytes), Worth.at(prefill_rate)
+        memory: MemoryTier[ChunkKV] = MemoryTier(memory_bytes, rule, quotas=quotas, worth=worth)
         if path is None:
             if remotes:
                 raise InputError("remote tiers were given for a store in memory only; give it a folder")
@@ -93,8 +101,9 @@ class KVStore(TieredStore[ChunkKV]):
     def get(self, key: str, token_ids: TokenIds) -> ChunkReader | None:
         """Return a reader for the chunk, or None.
 
-        A chunk from disk moves to memory once all its layers were read. One that turns out damaged is dropped and
-        counted: None if it shows at once, :class:`DamagedChunkError` from ``layer`` if it shows later.
+        A chunk from disk moves to memory once all its layers were read, if the policy finds it worth what would leave
+        for it. One that turns out damaged is dropped and counted: None if it shows at once, :class:`DamagedChunkError`
+        from ``layer`` if it shows later.
         """
         self._check_open()
         with self._timings.timed("memory get"):
@@ -117,6 +126,8 @@ class KVStore(TieredStore[ChunkKV]):
             if not self._answer("disk", reader, token_ids):
                 return None
             keep = self._memory.fits(reader.nbytes, reader.recipe.tenant)
+            if not keep:
+                self._memory.seen(key, len(reader.token_ids), reader.nbytes)
             return KeepingReader(
                 reader, keep, self._promote, self._damaged, partial(self._timings.add, "disk load")
             )  # fmt: skip
@@ -138,7 +149,8 @@ class KVStore(TieredStore[ChunkKV]):
         if self._closed:
             return
         try:
-            self._memory.put(kv)
+            if self._let_in(kv):
+                self._memory.put(kv)
         except StoreFullError:
             self._count("not in memory")
         self._keep_remote(kv)
@@ -157,8 +169,9 @@ class KVStore(TieredStore[ChunkKV]):
             if self._closed or self._disk is None or not self._disk.contains(kv.key):  # removed while it was read
                 return
             try:
-                self._memory.put(kv)
-                self._count("promoted")
+                if self._let_in(kv):
+                    self._memory.put(kv)
+                    self._count("promoted")
             except StoreFullError:
                 self._count("not in memory")
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Generic
 
 from blendkv.errors import StoreError
+from blendkv.market.base import Use
+from blendkv.market.context import current_use, using
 from blendkv.store.base import HeldChunk
 
 _log = logging.getLogger(__name__)
@@ -16,6 +18,8 @@ _log = logging.getLogger(__name__)
 class BackgroundWriter(Generic[HeldChunk]):
     """Calls ``write`` for every submitted chunk, in order, on one thread that starts with the first.
 
+    A chunk is written for whom it was submitted (`blendkv.market.context.using`).
+
     ``limit`` bounds the bytes of chunks that wait or are being written; a larger chunk passes alone. Failures are
     counted and kept for :meth:`drain`; the first is logged.
     """
@@ -23,7 +27,7 @@ class BackgroundWriter(Generic[HeldChunk]):
     def __init__(self, write: Callable[[HeldChunk], None], limit: int) -> None:
         self._write = write
         self._limit = limit
-        self._waiting: dict[str, HeldChunk] = {}
+        self._waiting: dict[str, tuple[HeldChunk, Use]] = {}
         self._current: HeldChunk | None = None
         self._bytes = 0
         self._failures: list[StoreError] = []
@@ -48,7 +52,8 @@ class BackgroundWriter(Generic[HeldChunk]):
         with self._changed:
             if self._current is not None and self._current.key == key:
                 return self._current
-            return self._waiting.get(key)
+            waiting = self._waiting.get(key)
+            return None if waiting is None else waiting[0]
 
     def submit(self, kv: HeldChunk) -> None:
         """Queue ``kv``; wait while the queue is full. A key that is queued already is not queued twice.
@@ -77,7 +82,7 @@ class BackgroundWriter(Generic[HeldChunk]):
 
     def _queue(self, kv: HeldChunk) -> None:
         if kv.key not in self._waiting:
-            self._waiting[kv.key] = kv
+            self._waiting[kv.key] = kv, current_use()
             self._bytes += kv.nbytes
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="blendkv-store-writer", daemon=True)
@@ -87,12 +92,12 @@ class BackgroundWriter(Generic[HeldChunk]):
     def cancel(self, key: str) -> bool:
         """Take ``key`` out of the queue, or wait until its write is done; return whether it was taken out."""
         with self._changed:
-            kv = self._waiting.pop(key, None)
-            if kv is not None:
-                self._bytes -= kv.nbytes
+            waiting = self._waiting.pop(key, None)
+            if waiting is not None:
+                self._bytes -= waiting[0].nbytes
                 self._changed.notify_all()
             self._changed.wait_for(lambda: self._current is None or self._current.key != key)
-            return kv is not None
+            return waiting is not None
 
     def wait(self, key: str) -> None:
         """Wait until ``key`` neither waits nor is being written."""
@@ -124,8 +129,9 @@ class BackgroundWriter(Generic[HeldChunk]):
                 self._changed.wait_for(lambda: self._closed or self._waiting)
                 if not self._waiting:
                     return
-                self._current = self._waiting.pop(next(iter(self._waiting)))
-            failure = self._attempt(self._current)
+                self._current, use = self._waiting.pop(next(iter(self._waiting)))
+            with using(use):
+                failure = self._attempt(self._current)
             with self._changed:
                 if failure is not None:
                     self._failures.append(failure)

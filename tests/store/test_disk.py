@@ -24,8 +24,9 @@ def store(tmp_path):
 
 
 def limited(tmp_path, kv, chunks):
-    """A store whose disk holds ``chunks`` chunks like ``kv``; the codec's JSON varies by a few bytes."""
-    return KVStore.open(tmp_path / "s", memory_bytes=0, disk_bytes=chunks * len(encode_chunk(kv)) + 64)
+    """A store by last use, with ``chunks`` chunks like ``kv`` on disk; the codec's JSON varies by a few bytes."""
+    disk = chunks * len(encode_chunk(kv)) + 64
+    return KVStore.open(tmp_path / "s", memory_bytes=0, disk_bytes=disk, policy="lru")
 
 
 def files(root):

@@ -98,7 +98,7 @@ class QuotaMachine(RuleBasedStateMachine):
 
     def open(self):
         self.store = KVStore.open(
-            self.path / "s", memory_bytes=0, disk_bytes=self.model.limit, quotas=self.model.quotas
+            self.path / "s", memory_bytes=0, disk_bytes=self.model.limit, policy="lru", quotas=self.model.quotas
         )
         self.begin = dict(self.model.evicted), self.model.refused
 
@@ -178,7 +178,7 @@ class DaemonQuotaMachine(QuotaMachine):
     """The same in a daemon, whose memory has room for all: there quotas hold for what is in memory as well."""
 
     def open(self):
-        self.daemon = Daemon(self.path / "s", 1 << 20, self.model.limit, quotas=self.model.quotas)
+        self.daemon = Daemon(self.path / "s", 1 << 20, self.model.limit, "lru", quotas=self.model.quotas)
         self.thread = threading.Thread(target=self.daemon.serve)
         self.thread.start()
         self.store = DaemonStore(self.path / "s", 60.0)
@@ -315,10 +315,11 @@ def test_a_quota_that_was_lowered_is_kept_by_the_next_put_and_by_gc(tmp_path, ma
         store.put(other)
         for kv in kvs[:4]:
             store.put(kv)
-    with KVStore.open(tmp_path / "s", memory_bytes=0, disk_bytes=6 * size, quotas=Quotas({A: 2 * size})) as store:
+    limits = {"memory_bytes": 0, "policy": "lru"}
+    with KVStore.open(tmp_path / "s", **limits, disk_bytes=6 * size, quotas=Quotas({A: 2 * size})) as store:
         store.put(kvs[4])
         assert [store.contains(kv.key, kv.token_ids) for kv in (*kvs, other)] == [False] * 3 + [True] * 3
-    with KVStore.open(tmp_path / "s", memory_bytes=0, quotas=Quotas({A: size})) as store:
+    with KVStore.open(tmp_path / "s", **limits, quotas=Quotas({A: size})) as store:
         assert store.gc().evicted == 1
         assert [store.contains(kv.key, kv.token_ids) for kv in (*kvs, other)] == [False] * 4 + [True] * 2
 

@@ -309,7 +309,7 @@ def test_memory_only(make_kv, assert_holds):
 
 def test_ls_tells_where_and_when(tmp_path, make_kv):
     kvs = [make_kv(number, tokens=number + 2) for number in range(3)]
-    with open_store(tmp_path, memory_bytes=kvs[2].nbytes) as store:
+    with open_store(tmp_path, memory_bytes=kvs[2].nbytes, policy="lru") as store:
         for kv in kvs:
             store.put(kv)
         store.get(kvs[0].key, kvs[0].token_ids)
@@ -344,7 +344,7 @@ def test_memory_pins_are_known_after_a_restart(tmp_path, make_kv):
     with open_store(tmp_path) as store:
         store.put(a)
         store.pin([a.key])
-    with open_store(tmp_path, memory_bytes=a.nbytes) as store:
+    with open_store(tmp_path, memory_bytes=a.nbytes, policy="lru") as store:
         store.put(a)
         store.put(b)
         assert store._memory.contains(a.key)
