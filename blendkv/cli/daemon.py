@@ -18,6 +18,7 @@ from blendkv import __version__
 from blendkv.cli.common import Disk, Encrypt, Json, Store, err
 from blendkv.config import format_bytes, parse_bytes
 from blendkv.errors import InputError, MissingDependencyError
+from blendkv.market.base import USUAL
 
 if TYPE_CHECKING:
     from blendkv.daemon.server import Daemon
@@ -47,8 +48,16 @@ def daemon(
         str | None, typer.Option(help="Bytes that every other tenant may have, such as 5GB; no limit by default.")
     ] = None,
     policy: Annotated[
-        str, typer.Option(help="What leaves memory first: lru, market, arc, gdsf, ...; see docs/market.md.")
-    ] = "lru",
+        str, typer.Option(help="What leaves memory first: market, lru, arc, gdsf, ...; see docs/market.md.")
+    ] = USUAL,
+    prefill_rate: Annotated[
+        float | None,
+        typer.Option(help="Tokens per second that engines prefill, for what a hit saves; 5,000 by default."),
+    ] = None,
+    warm: Annotated[
+        bool,
+        typer.Option("--warm/--no-warm", help="Fill memory from disk at the start, the most valuable chunks first."),
+    ] = True,
     encrypt: Encrypt = False,
     metrics_port: Annotated[
         int | None,
@@ -81,6 +90,8 @@ def daemon(
             namespace=namespace,
             quotas=quotas,
             encrypt=encrypt or None,
+            warm=warm,
+            prefill_rate=prefill_rate,
         ) as running,
         _metrics(running, metrics_host, metrics_port) as url,
     ):

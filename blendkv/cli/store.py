@@ -90,16 +90,22 @@ def stat(
             help="Show it again and again, until Ctrl-C; with --json, a line each time.",
         ),
     ] = None,
+    market: Annotated[
+        bool,
+        typer.Option("--market", help="Show what would leave the daemon's memory first, and what more would save."),
+    ] = False,
+    count: Annotated[int, typer.Option(help="Chunks of the price list.", min=1, max=1000)] = 20,
     as_json: Json = False,
 ) -> None:
     """What a store holds by tier and model, and what it did since its daemon was started, if one runs."""
     from blendkv.cli.watch import sample, tables, watch, whole
 
+    prices = count if market else 0
     with _open(store) as opened:
         if every is not None:
-            watch(opened, every, as_json)
+            watch(opened, every, as_json, prices)
             return
-        found, rows = sample(opened), opened.ls()
+        found, rows = sample(opened, prices), opened.ls()
     models: dict[str, list[int]] = {}
     for row in rows:
         entry = models.setdefault(row.fingerprint, [0, 0])

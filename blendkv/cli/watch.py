@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from blendkv.cli.common import built_table, out
+from blendkv.cli.market import asked, market_row, market_tables
 from blendkv.config import format_bytes
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from blendkv.store.base import TierStat
     from blendkv.store.door import Store
     from blendkv.store.guard import RemoteStat
-    from blendkv.store.reports import StoreStat
+    from blendkv.store.reports import MarketReport, StoreStat
     from blendkv.store.timing import Latency
 
 
@@ -41,18 +42,28 @@ class Sample:
     daemon: Stats | None
     up: bool | None
     """Whether its daemon answers; None for a store without one."""
+    market: MarketReport | None = None
+    """Its prices, if they were asked for and the daemon answers."""
 
 
-def sample(store: Store) -> Sample:
-    """Ask a store now."""
+def sample(store: Store, prices: int = 0) -> Sample:
+    """Ask a store now, and for a price list of so many chunks.
+
+    Raises
+    ------
+    InputError
+        If prices are asked for and there are none; see `blendkv.cli.market.asked`.
+    """
     from blendkv.daemon.client import DaemonStore
     from blendkv.daemon.connection import DownError
 
     if not isinstance(store, DaemonStore):
+        if prices:
+            asked(store, prices)
         return Sample(time.monotonic(), store.stat(), None, None)
     try:
         stats = store.daemon_stats()
-        return Sample(time.monotonic(), stats.store, stats, True)
+        return Sample(time.monotonic(), stats.store, stats, True, asked(store, prices) if prices else None)
     except DownError:
         return Sample(time.monotonic(), store.stat(), None, False)
 
@@ -126,7 +137,8 @@ def daemon_row(now: Sample) -> dict[str, Any] | None:
     if stats is None:
         return {"up": False}
     return {"up": True, "clients": stats.clients, "loans": stats.loans, "loading": stats.loading,
-            "free_bytes": stats.free_bytes}  # fmt: skip
+            "free_bytes": stats.free_bytes, "policy": stats.policy,
+            "unknown_classes": stats.strange}  # fmt: skip
 
 
 def whole(now: Sample, before: Sample | None = None) -> dict[str, Any]:
@@ -138,6 +150,7 @@ def whole(now: Sample, before: Sample | None = None) -> dict[str, Any]:
         "write_errors": stat.background_errors, "promoted": stat.promoted, "not_in_memory": stat.not_in_memory,
         "uploaded": stat.uploaded, "not_uploaded": stat.not_uploaded,
         "tenants": [asdict(use) for use in stat.tenants], "tenant_quota": stat.tenant_quota,
+        **({} if now.market is None else {"market": market_row(now.market)}),
     }  # fmt: skip
 
 
@@ -173,6 +186,8 @@ def tables(now: Sample, before: Sample | None = None) -> Group:
         parts.append(built_table("remote tiers", _REMOTES, remotes))
     if tenants := _tenant_rows(now.store):
         parts.append(built_table("tenants", _TENANTS, tenants))
+    if now.market is not None:
+        parts += market_tables(now.market)
     return Group(*parts, Text(_line(now)))
 
 
@@ -198,7 +213,7 @@ def _line(now: Sample) -> str:
         return f"{words}; the daemon does not answer, and this is the last that it said"
     return (
         f"{words}; daemon: {daemon.clients} clients use {daemon.loans} chunk KVs, {daemon.loading} are on their way, "
-        f"{format_bytes(daemon.free_bytes)} of shared memory free"
+        f"{format_bytes(daemon.free_bytes)} of shared memory free, policy {daemon.policy}"
     )
 
 
@@ -216,25 +231,28 @@ def _seconds(value: float | None) -> str | None:
     return None if value is None else f"<= {value * 1e3:g} ms"
 
 
-def watch(store: Store, seconds: float, as_json: bool) -> None:
-    """Show the store every ``seconds`` seconds until Ctrl-C: a live table, or one JSON object a line."""
+def watch(store: Store, seconds: float, as_json: bool, prices: int = 0) -> None:
+    """Show the store every ``seconds`` seconds until Ctrl-C: a live table, or one JSON object a line.
+
+    With a price list of ``prices`` chunks; `InputError` as from `sample`.
+    """
     with suppress(KeyboardInterrupt):
         if as_json:
-            for now, before in _ticks(store, seconds):
+            for now, before in _ticks(store, seconds, prices):
                 print(json.dumps(whole(now, before)), flush=True)
         elif not out.is_terminal:
-            for now, before in _ticks(store, seconds):
+            for now, before in _ticks(store, seconds, prices):
                 out.print(tables(now, before))
         else:
             with Live(console=out, auto_refresh=False, screen=True) as live:
-                for now, before in _ticks(store, seconds):
+                for now, before in _ticks(store, seconds, prices):
                     live.update(tables(now, before), refresh=True)
 
 
-def _ticks(store: Store, seconds: float) -> Iterator[tuple[Sample, Sample | None]]:
+def _ticks(store: Store, seconds: float, prices: int) -> Iterator[tuple[Sample, Sample | None]]:
     before = None
     while True:
-        now = sample(store)
+        now = sample(store, prices)
         yield now, before
         before = now
         time.sleep(seconds)

@@ -2,7 +2,8 @@
 
 Clients map the whole of it once, for reading only, so that a chunk they are lent costs no mapping and, once its pages
 were touched, no page fault. A slab is free again when nothing refers to it any more: neither the memory tier nor a
-loan nor a write to disk.
+loan nor a write to disk. Its last word says how much of it is there, so that clients see a load's progress and need not
+be told of it.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ from blendkv.daemon.shm import new_memory
 PAGE = 4096
 
 
+WORD = 8
+"""Bytes at the end of a slab in which its progress stands, little-endian."""
+
+
 def held_bytes(size: int) -> int:
-    """Bytes that a slab of ``size`` bytes takes: whole pages."""
-    return -(-size // PAGE) * PAGE
+    """Bytes that a slab of ``size`` bytes takes, with its word: whole pages."""
+    return -(-(size + WORD) // PAGE) * PAGE
 
 
 class Slab:
@@ -38,6 +43,10 @@ class Slab:
     def view(self) -> memoryview:
         """Its memory, to write or read. Keep the slab as long as the view."""
         return self._arena.view(self.offset, self.size)
+
+    def tell(self, progress: int) -> None:
+        """Let clients see a load's progress, after what it says is there has been written."""
+        self._arena.view(self.offset + self.held - WORD, WORD)[:] = progress.to_bytes(WORD, "little")
 
 
 class Arena:
@@ -136,3 +145,13 @@ class Window:
         if offset + size > len(self._map):
             raise ValueError(f"bytes {offset} to {offset + size} of an arena of {len(self._map)}")
         return self._map[offset : offset + size]
+
+    def progress(self, offset: int, size: int) -> memoryview:
+        """The word of the slab of ``size`` bytes at ``offset``.
+
+        Raises
+        ------
+        ValueError
+            If the arena has no such bytes.
+        """
+        return self.view(offset + held_bytes(size) - WORD, WORD)

@@ -15,6 +15,7 @@ from blendkv.daemon.connection import PATIENCE, Connection, DownError
 from blendkv.daemon.headers import Headers
 from blendkv.daemon.link import Link
 from blendkv.daemon.reader import LentReader, LoadingLentReader
+from blendkv.daemon.uses import words
 from blendkv.errors import BlendKVError, DamagedChunkError
 from blendkv.observe.tracing import detail
 from blendkv.store.base import ChunkReader
@@ -82,7 +83,8 @@ class Borrower:
 
     def _ask(self, connection: Connection, keys: Sequence[str]) -> list[tuple[m.Reply, list[int]] | BlendKVError]:
         with detail("daemon", request="Get", chunks=len(keys)) as told:
-            replies = connection.ask_each(m.Get([bytes.fromhex(key) for key in keys]), len(keys), PATIENCE)
+            request = m.Get([bytes.fromhex(key) for key in keys], *words())
+            replies = connection.ask_each(request, len(keys), PATIENCE)
             told.set(lent=sum(isinstance(reply, tuple) and isinstance(reply[0], m.Lent) for reply in replies))
         return replies
 
@@ -94,7 +96,7 @@ class Borrower:
         reply, fds = answer
         try:
             if isinstance(reply, m.Direct):
-                return self._direct(key, fds[0])
+                return self._direct(connection, key, fds[0], reply.loan)
             return self._lent(connection, key, reply) if isinstance(reply, m.Lent) else None
         except DamagedChunkError as error:
             self._discard(key, error.reason)
@@ -113,11 +115,22 @@ class Borrower:
         header, token_ids = self._headers.of(key, file)
         if reply.ready == header.layers:
             return LentReader(key, header, token_ids, file, loan)
-        connection.expect(loan, header.layers)
+        connection.expect(loan, header.layers, reply.offset, reply.size)
         return LoadingLentReader(key, header, token_ids, file, loan, reply.tier, reply.ready)
 
-    def _direct(self, key: str, fd: int) -> ChunkReader:
-        """A reader of the file itself, which had no room in the daemon's memory."""
+    def _direct(self, connection: Connection, key: str, fd: int, loan: int) -> ChunkReader:
+        """A reader of the file itself, or of a copy of its own: the chunk had no room in the daemon's memory."""
+        try:
+            reader = self._open(key, fd)
+        except BaseException:
+            if loan:
+                self._link.over(connection, loan)
+            raise
+        if loan:
+            weakref.finalize(reader, self._link.over, connection, loan)
+        return KeepingReader(reader, False, lambda kv: None, lambda error: self._discard(error.key, error.reason))
+
+    def _open(self, key: str, fd: int) -> DiskReader:
         try:
             header = read_header(fd, key)
             span = header.tensors["token_ids"]
@@ -128,5 +141,4 @@ class Borrower:
             raise
         ids = as_token_ids(np.frombuffer(data, dtype="<i4"))
         row = Row(key, header.fingerprint, header.recipe, ids, header.nbytes, header.file_bytes, "", 0.0, 0.0)
-        reader = DiskReader(self._root, row, fd)
-        return KeepingReader(reader, False, lambda kv: None, lambda error: self._discard(error.key, error.reason))
+        return DiskReader(self._root, row, fd)

@@ -19,11 +19,15 @@ from blendkv.daemon.connection import PATIENCE, Answer, DownError
 from blendkv.daemon.index import RemoteIndex
 from blendkv.daemon.link import Link
 from blendkv.daemon.putting import Handover
+from blendkv.daemon.uses import words
 from blendkv.errors import StoreError
+from blendkv.market.hints import Hint
+from blendkv.market.words import check_hint
 from blendkv.observe.tracing import detail
 from blendkv.store.base import ChunkReader, IndexReader, TierStat
 from blendkv.store.chunkfile import token_ids_digest
-from blendkv.store.reports import ChunkInfo, GcReport, RepairReport, StoreStat, VerifyReport
+from blendkv.store.pricing import check_count
+from blendkv.store.reports import ChunkInfo, GcReport, MarketReport, RepairReport, StoreStat, VerifyReport
 from blendkv.store.writer import BackgroundWriter
 from blendkv.types import ChunkKV, TokenIds, as_token_ids
 
@@ -209,7 +213,7 @@ class DaemonStore:
         """Let the daemon bring chunks to memory, a higher ``priority`` first; return how many are there or come."""
         self._check_open()
         try:
-            return self._ask(m.Prefetch(_bytes(keys), priority), m.Number).value
+            return self._ask(m.Prefetch(_bytes(keys), priority, *words()), m.Number).value
         except DownError:
             return 0
 
@@ -220,6 +224,22 @@ class DaemonStore:
             return self._ask(m.Cancel(_bytes(keys)), m.Number).value
         except DownError:
             return 0
+
+    def hint(self, session: str, what: Hint, ttl: float = 0.0) -> bool:
+        """Tell the daemon what a session says of itself; return whether its policy listens, False if none answers.
+
+        Raises
+        ------
+        InputError
+            As `blendkv.store.KVStore.hint`.
+        """
+        self._check_open()
+        check_hint(session, what, ttl)
+        try:
+            return bool(self._ask(m.Hint(session, what, float(ttl)), m.Number, PATIENCE).value)
+        except StoreError as error:
+            _log.debug("hint %s of a session was not heard: %s", what, error)
+            return False
 
     def discard(self, key: str, reason: str) -> None:
         """Drop a damaged chunk everywhere; counted by what stands before the first colon of ``reason``."""
@@ -266,6 +286,20 @@ class DaemonStore:
         stats = self._link.connection().ask(m.Stat(), m.Stats)
         self._last = stats.store
         return stats
+
+    def market(self, count: int = 20) -> MarketReport:
+        """The ``count`` chunks that would leave the daemon's memory first, and what more memory would have saved.
+
+        Raises
+        ------
+        InputError
+            If the daemon's policy keeps no prices, or ``count`` is not 1 to 1,000.
+        StoreError
+            If no daemon answers.
+        """
+        self._check_open()
+        check_count(count)
+        return self._link.connection().ask(m.Market(count), m.Marketed).report
 
     def verify(self) -> VerifyReport:
         """Let the daemon read every file in full, and drop and list what is damaged."""

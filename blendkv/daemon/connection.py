@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 import time
@@ -85,7 +86,7 @@ class Connection:
         sock.settimeout(None)
         address.send_timeout(sock, deadline)
         self._wire: Wire[m.Reply] = Wire(sock, m.REPLIES)
-        self._receiver = Receiver(self._wire, self._take, self._loading, self.close)
+        self._receiver = Receiver(self._wire, self._take, self.close)
         self._receiver.start()
         try:
             reply, fds = self.ask_any(m.Hello(m.PROTOCOL, client, os.getpid()), limit=deadline)
@@ -182,11 +183,14 @@ class Connection:
         """The loan of a `Lent` reply."""
         return self._loans[number]
 
-    def expect(self, loan: Loan, layers: int) -> None:
-        """A loan is of a chunk of ``layers`` layers; those that are not there are taken as they come."""
-        loan.layers = layers
-        if loan.coming:
-            self._receiver.stir()
+    def expect(self, loan: Loan, layers: int, offset: int, size: int) -> None:
+        """A loan is of a chunk of ``layers`` layers in the slab at ``offset``, of which some are still to come."""
+        loan.expect(layers, self.window.progress(offset, size), lambda layer: self._await_layer(loan.number, layer))
+
+    def _await_layer(self, loan: int, layer: int) -> str | None:
+        reply, fds = self.ask_any(m.Await(loan, layer), limit=math.inf)
+        close_all(fds)
+        return reply.reason if isinstance(reply, m.Lost) else None
 
     @property
     def lends(self) -> bool:
@@ -247,7 +251,7 @@ class Connection:
             for number, _ in calls:
                 self._calls.pop(number, None)
         for _, call in calls:
-            if isinstance(call.reply, m.Lent):
+            if isinstance(call.reply, m.Lent | m.Direct):
                 self.release([call.reply.loan])
             close_all(call.fds)
 
@@ -258,29 +262,14 @@ class Connection:
             return False
         return self._receiver.wait(call, seconds or self.deadline / 2) and call.reply is not None
 
-    def _loading(self) -> bool:
-        with self._lock:
-            return any(loan.coming for loan in self._loans.values())
-
     def _take(self, number: int, reply: m.Reply, fds: list[int]) -> None:
-        if isinstance(reply, m.Ready | m.Lost):
-            close_all(fds)
-            with self._lock:
-                loan = self._loans.get(reply.loan)
-            if loan is not None and isinstance(reply, m.Ready):
-                loan.advance(reply.layers)
-            elif loan is not None and isinstance(reply, m.Lost):
-                loan.lose(reply.reason)
-            return
         with self._lock:
             call = self._calls.pop(number, None)
             if isinstance(reply, m.Lent):  # known before anything more is told of it
-                self._loans[reply.loan] = Loan(
-                    reply.loan, reply.ready, self._receiver.wait, self._alive, self.deadline / 2
-                )
+                self._loans[reply.loan] = Loan(reply.loan, reply.ready)
         if call is None:  # its caller has given up
             close_all(fds)
-            if isinstance(reply, m.Lent):
+            if isinstance(reply, m.Lent | m.Direct):
                 self.release([reply.loan])
             return
         call.reply, call.fds = reply, fds

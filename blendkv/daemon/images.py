@@ -14,8 +14,6 @@ from blendkv.store.chunkfile import Filed, Header, copy_bytes, header_bytes
 from blendkv.store.filechunk import FileChunk
 from blendkv.types import TokenIds
 
-Listener = Callable[["Image"], None]
-
 
 class LayerSource(Protocol):
     """Where the layers of a chunk file come from."""
@@ -45,8 +43,12 @@ class Image(Filed):
         self.place = place
         self.ready = ready
         self.failure: str | None = None
-        self._listeners: list[Listener] = []
+        self.turned_away = False
+        """Whether the memory's policy was asked when it came, and has refused it."""
+        self._calls: list[tuple[int, Callable[[], None]]] = []
         self._lock = threading.Lock()
+        if isinstance(place, Slab):
+            place.tell(ready)
 
     @property
     def whole(self) -> bool:
@@ -75,12 +77,14 @@ class Image(Filed):
         """The bytes of the whole file; keep the image as long as the view."""
         return self.place.view()
 
-    def listen(self, listener: Listener) -> int:
-        """Call ``listener`` at every change from here on; return how many layers are there now."""
+    def when(self, layer: int, call: Callable[[], None]) -> None:
+        """Call once ``layer`` is there, or will not come: at once if that is so already, else in a loading thread."""
         with self._lock:
-            if not self.whole and self.failure is None:
-                self._listeners.append(listener)
-            return self.ready
+            waits = layer >= self.ready and self.failure is None
+            if waits:
+                self._calls.append((layer, call))
+        if not waits:
+            call()
 
     def advance(self) -> None:
         """One layer more is there."""
@@ -93,11 +97,12 @@ class Image(Filed):
     def _change(self, ready: int, failure: str | None = None) -> None:
         with self._lock:
             self.ready, self.failure = ready, failure
-            listeners = list(self._listeners)
-            if self.whole or failure is not None:
-                self._listeners.clear()
-        for listener in listeners:
-            listener(self)
+            if isinstance(self.place, Slab):
+                self.place.tell(ready)
+            due = [call for layer, call in self._calls if layer < ready or failure is not None]
+            self._calls = [(layer, call) for layer, call in self._calls if layer >= ready and failure is None]
+        for call in due:
+            call()
 
 
 @contextmanager

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from blendkv.daemon.receiver import Waiter
-from blendkv.errors import UnavailableChunkError
+from blendkv.errors import StoreError, UnavailableChunkError
 
 
 class Loan:
@@ -18,49 +17,43 @@ class Loan:
         The daemon's.
     ready
         Layers that were there when it was lent.
-    wait
-        Waits until something is over, so many seconds at most, and says whether it is (`Receiver.wait`).
-    alive
-        Whether the daemon answers; it is asked after ``patience`` seconds without progress.
-    patience
-        Seconds.
     """
 
-    def __init__(
-        self,
-        number: int,
-        ready: int,
-        wait: Callable[[Waiter, float], bool],
-        alive: Callable[[], bool],
-        patience: float,
-    ) -> None:
+    def __init__(self, number: int, ready: int) -> None:
         self.number = number
-        self.ready = ready
-        self.layers = ready
-        """Layers that are to come, those that are there included."""
         self.lost: str | None = None
-        self._wait = wait
-        self._alive = alive
-        self._patience = patience
-        self._waiters: list[Waiter] = []
+        """Why no more layers will come."""
+        self._ready = self._layers = ready
+        self._word: memoryview | None = None
+        self._ask: Callable[[int], str | None] = lambda layer: "it was not lent whole"
         self._lock = threading.Lock()
 
-    @property
-    def coming(self) -> bool:
-        """Whether further layers are on their way."""
-        return self.lost is None and self.ready < self.layers
+    def expect(self, layers: int, word: memoryview, ask: Callable[[int], str | None]) -> None:
+        """It is of a chunk of ``layers`` layers, those to come included.
 
-    def advance(self, layers: int) -> None:
-        """So many layers are there now."""
+        Parameters
+        ----------
+        layers
+            Of the chunk.
+        word
+            Where the daemon writes how many are there.
+        ask
+            Waits until a layer is there, and returns None, or what has become of it.
+        """
         with self._lock:
-            self.ready = max(self.ready, layers)
-            self._tell()
+            self._layers, self._word, self._ask = layers, word, ask
+
+    @property
+    def ready(self) -> int:
+        """Layers that are there."""
+        if self._word is not None and self._ready < self._layers:
+            with self._lock:  # what is read in the layers is read after the word: the lock keeps that order
+                self._ready = max(self._ready, min(self._layers, int.from_bytes(self._word, "little")))
+        return self._ready
 
     def lose(self, reason: str) -> None:
         """What is not there will not come."""
-        with self._lock:
-            self.lost = self.lost or reason
-            self._tell()
+        self.lost = self.lost or reason
 
     def wait_for(self, key: str, index: int) -> None:
         """Wait until layer ``index`` of the chunk ``key`` is there.
@@ -71,15 +64,11 @@ class Loan:
             If it will not come: the daemon is gone or hangs, or the file behind it is damaged.
         """
         while index >= self.ready and self.lost is None:
-            with self._lock:
-                before, lost = self.ready, self.lost
-                self._waiters.append(waiter := Waiter())
-            if index >= before and lost is None and not self._wait(waiter, self._patience) and not self._alive():
-                self.lose("the daemon does not answer")
+            try:
+                lost = self._ask(index)
+            except StoreError as error:
+                lost = str(error)
+            if lost is not None:
+                self.lose(lost)
         if index >= self.ready:
             raise UnavailableChunkError(key, self.lost or "it does not come")
-
-    def _tell(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            waiter.finish()

@@ -1,6 +1,7 @@
 """What clients and the daemon say to one another. Keys are the 32 bytes of a chunk key.
 
-Every request has one reply, of the type named in its docstring or `Fault`; `Ready` and `Lost` come on their own.
+Every request has one reply, of the type named in its docstring or `Fault`.
+``workload`` and ``session`` say whose work a request is (`blendkv.market.base.Use`); empty: nobody has said so.
 """
 
 from __future__ import annotations
@@ -9,7 +10,11 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from blendkv.store.reports import ChunkInfo, GcReport, RepairReport, StoreStat, VerifyReport
+from blendkv.market.base import LONGEST_WORD
+from blendkv.market.hints import Hint as Saying
+from blendkv.market.words import LONGEST_TTL
+from blendkv.store.pricing import MOST_PRICES
+from blendkv.store.reports import ChunkInfo, GcReport, MarketReport, RepairReport, StoreStat, VerifyReport
 
 PROTOCOL = 4
 """Raised with every change that an older peer would misread."""
@@ -21,6 +26,8 @@ MOST_BUFFER = 256 << 20
 Key: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Keys: TypeAlias = Annotated[list[Key], msgspec.Meta(max_length=MOST_KEYS)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
+Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=LONGEST_WORD)]
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_TTL)]
 Tag: TypeAlias = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$")]
 Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -60,6 +67,15 @@ class Get(Message):
     """
 
     keys: Keys
+    workload: Word = ""
+    session: Word = ""
+
+
+class Await(Message):
+    """Wait for a layer of a chunk that is being loaded. Reply: `Done`, or `Lost`."""
+
+    loan: Natural
+    layer: Natural
 
 
 class Release(Message):
@@ -72,6 +88,8 @@ class Put(Message):
     """Keep the chunk file in the sealed memory whose descriptor comes along. Reply: `Done`, when it is on disk."""
 
     key: Key
+    workload: Word = ""
+    session: Word = ""
 
 
 class PutBuffer(Message):
@@ -86,6 +104,8 @@ class PutFrom(Message):
 
     key: Key
     size: Natural
+    workload: Word = ""
+    session: Word = ""
 
 
 class Prefetch(Message):
@@ -93,6 +113,16 @@ class Prefetch(Message):
 
     keys: Keys
     priority: int
+    workload: Word = ""
+    session: Word = ""
+
+
+class Hint(Message):
+    """What a session says of itself. Reply: `Number`, 1 if a policy listens."""
+
+    session: Word
+    what: Saying
+    ttl: Seconds
 
 
 class Cancel(Message):
@@ -127,6 +157,12 @@ class List(Message):
 
 class Stat(Message):
     """Reply: `Stats`."""
+
+
+class Market(Message):
+    """The chunks that would leave memory first. Reply: `Marketed`."""
+
+    count: Annotated[int, msgspec.Meta(ge=1, le=MOST_PRICES)]
 
 
 class Verify(Message):
@@ -190,8 +226,8 @@ class Missing(Message):
 class Lent(Message):
     """The chunk's file lies at ``offset`` of the arena.
 
-    ``ready`` layers are there already; `Ready` tells of further ones. ``tier`` is where they came from. The loan keeps
-    the chunk in memory until `Release`, or the end of the connection.
+    ``ready`` layers are there already; the last word of the slab tells of further ones, and `Await` waits for them.
+    ``tier`` is where they came from. The loan keeps the chunk in memory until `Release`, or the end of the connection.
     """
 
     loan: Natural
@@ -202,7 +238,12 @@ class Lent(Message):
 
 
 class Direct(Message):
-    """There is no room for the chunk in memory: the descriptor that comes along is the file's own."""
+    """There is no room for the chunk in memory: the descriptor that comes along is a file's of its own.
+
+    ``loan`` is to be released when it is closed; 0: nobody waits for that.
+    """
+
+    loan: Natural
 
 
 class Number(Message):
@@ -231,13 +272,25 @@ class Listing(Message):
 
 
 class Stats(Message):
-    """The store's, and the daemon's own: loans, clients, loads that wait, bytes of shared memory that nothing uses."""
+    """The store's, and the daemon's own: loans, clients, loads that wait, bytes of shared memory that nothing uses.
+
+    ``policy`` is the name of the memory's; ``strange`` counts requests whose workload class was one too many, and is
+    taken as unknown.
+    """
 
     store: StoreStat
     loans: int
     clients: int
     loading: int
     free_bytes: int
+    policy: str
+    strange: int
+
+
+class Marketed(Message):
+    """The price list."""
+
+    report: MarketReport
 
 
 class Verified(Message):
@@ -280,28 +333,22 @@ class Fault(Message):
     message: str
 
 
-class Ready(Message):
-    """So many layers of a loan are there, counted from the first."""
-
-    loan: Natural
-    layers: Natural
-
-
 class Lost(Message):
-    """The rest of a loan's layers will not come."""
+    """That layer will not come, nor any after it."""
 
-    loan: Natural
     reason: str
 
 
+Tagged: TypeAlias = Get | Put | PutFrom | Prefetch
+"""Requests that say whose work they are."""
 Request: TypeAlias = (
-    Hello | Ping | Lookup | TokenIdsOf | Get | Release | Put | PutBuffer | PutFrom | Prefetch | Cancel | Discard
-    | Remove | Pin | List | Stat | Verify | Collect | DropPageCache | IndexVersion | IndexCount | IndexKeys
+    Hello | Ping | Lookup | TokenIdsOf | Tagged | Await | Release | PutBuffer | Cancel | Hint | Discard
+    | Remove | Pin | List | Stat | Market | Verify | Collect | DropPageCache | IndexVersion | IndexCount | IndexKeys
     | IndexChanged | IndexEntries
 )  # fmt: skip
 Reply: TypeAlias = (
-    Welcome | Done | Missing | Lent | Direct | Number | Blob | Digests | Listing | Stats | Verified | Collected
-    | Changes | Entries | Fault | Ready | Lost
+    Welcome | Done | Missing | Lent | Direct | Number | Blob | Digests | Listing | Stats | Marketed | Verified
+    | Collected | Changes | Entries | Fault | Lost
 )  # fmt: skip
 
 REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

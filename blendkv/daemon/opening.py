@@ -7,6 +7,7 @@ from pathlib import Path
 
 from blendkv.daemon import address
 from blendkv.daemon.client import DEADLINE, DaemonStore
+from blendkv.market.base import USUAL
 from blendkv.store.door import Store
 from blendkv.store.tiered import KVStore
 
@@ -19,6 +20,7 @@ def open_store(
     disk_bytes: int | None = None,
     deadline: float = DEADLINE,
     encrypt: bool | None = None,
+    policy: str | None = None,
 ) -> Store:
     """Open the store at ``path``: by its daemon if one listens there, else in this process.
 
@@ -34,6 +36,8 @@ def open_store(
         Seconds in which a daemon must show that it lives.
     encrypt
         As for `KVStore.open`; a daemon has opened its store already.
+    policy
+        As for `KVStore.open`, whose own by default; a daemon has one already.
 
     Raises
     ------
@@ -46,7 +50,10 @@ def open_store(
             _log.warning("the store %s belongs to a daemon, whose own limit holds: --disk is not used", root)
         if encrypt:
             _log.warning("the store %s belongs to a daemon, which decides on encryption: --encrypt is not used", root)
+        if policy is not None:
+            _log.warning("the store %s belongs to a daemon, which has a policy: --policy is not used", root)
         return DaemonStore(root, deadline)
     if address.socket_path(root).exists():
         _log.warning("no daemon listens at %s any more: the store is opened in this process", root)
-    return KVStore.open(root, memory_bytes=memory_bytes, disk_bytes=disk_bytes, encrypt=encrypt)
+    rule = USUAL if policy is None else policy
+    return KVStore.open(root, memory_bytes=memory_bytes, disk_bytes=disk_bytes, encrypt=encrypt, policy=rule)

@@ -9,6 +9,7 @@ from blendkv.daemon import messages as m
 from blendkv.daemon.connection import Connection, DownError
 from blendkv.daemon.link import Link
 from blendkv.daemon.shm import Buffer, Parcel
+from blendkv.daemon.uses import words
 from blendkv.types import ChunkKV
 
 GRACE = 5.0
@@ -62,10 +63,10 @@ class Handover:
         size = file.nbytes
         file.release()
         if not parcels:
-            self._try(lambda connection: self._send(connection, m.PutFrom(key, size)))
+            self._try(lambda connection: self._send(connection, m.PutFrom(key, size, *words())))
             return
         parcels[0].seal()
-        self._try(lambda connection: connection.ask(m.Put(key), m.Done, (parcels[0].fd,)))
+        self._try(lambda connection: connection.ask(m.Put(key, *words()), m.Done, (parcels[0].fd,)))
 
     def _room(self, size: int) -> Buffer:
         if self._buffer is None or self._buffer.size < size:

@@ -1,8 +1,8 @@
 """Who reads a client's socket: the thread that waits for a reply reads it itself, so that no other has to wake it.
 
 One thread at a time leads: it takes what comes, for itself and for the others, which follow it and sleep. When it has
-what it waits for, the next of them leads. While nobody waits, a thread of the receiver's own takes what comes: at once
-while chunks are being loaded, else within `_TICK`.
+what it waits for, the next of them leads. While nobody waits, a thread of the receiver's own takes what comes, within
+`_TICK`: replies to those that have given up, and the end.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ class Receiver:
         Read by nobody else.
     take
         Called with every message, by one thread at a time.
-    loading
-        Whether messages are awaited that nobody may be waiting for.
     ended
         Called when nothing can be received any more; maybe more than once.
     """
@@ -57,18 +55,15 @@ class Receiver:
         self,
         wire: Wire[m.Reply],
         take: Callable[[int, m.Reply, list[int]], None],
-        loading: Callable[[], bool],
         ended: Callable[[], None],
     ) -> None:
         self._wire = wire
         self._take = take
-        self._loading = loading
         self._ended = ended
         self._led = False
         self._followers: dict[Waiter, None] = {}
         self._lock = threading.Lock()
         self._over = False
-        self._stirrer = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._rouser = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.done = False
         """Whether no thread reads, or will ever again."""
@@ -100,12 +95,6 @@ class Receiver:
                 self._followers.pop(waiter, None)
                 self._wake_next()  # the turn may have been handed to us
         return waiter.over
-
-    def stir(self) -> None:
-        """`loading` has become true."""
-        with self._lock:
-            if not self.done:
-                os.eventfd_write(self._stirrer, 1)
 
     def rouse(self) -> None:
         """Nothing more is waited for: all waiters are over. What comes is taken as before."""
@@ -155,21 +144,16 @@ class Receiver:
         self._ended()
 
     def _run(self) -> None:
-        resting, busy = select.poll(), select.poll()
-        for poll, events in ((resting, select.POLLRDHUP), (busy, select.POLLRDHUP | select.POLLIN)):
-            poll.register(self._wire.socket, events)
-            poll.register(self._stirrer, select.POLLIN)
+        resting = select.poll()
+        resting.register(self._wire.socket, select.POLLRDHUP)
         while not self._over:
-            found = (busy if self._loading() else resting).poll(_TICK * 1e3)
-            if any(fd == self._stirrer for fd, _ in found):
-                os.eventfd_read(self._stirrer)
+            resting.poll(_TICK * 1e3)
             if not self._drain():
                 time.sleep(_PAUSE)
         while not self._try_to_lead():  # for good
             time.sleep(_PAUSE)
         with self._lock:
             self.done = True
-            os.close(self._stirrer)
             os.close(self._rouser)
         self._ended()
 

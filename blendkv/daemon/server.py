@@ -17,7 +17,10 @@ from blendkv.daemon import address
 from blendkv.daemon import messages as m
 from blendkv.daemon.session import Session
 from blendkv.daemon.store import ImageStore, raise_file_limit
+from blendkv.daemon.uses import Uses
+from blendkv.daemon.warming import Warmth
 from blendkv.daemon.wire import Wire
+from blendkv.market.base import USUAL
 from blendkv.store.quotas import Quotas
 from blendkv.store.remote import open_remote
 
@@ -40,7 +43,7 @@ class Daemon:
     memory_bytes, disk_bytes
         Limits in bytes; no disk limit by default.
     policy
-        Name of the memory's eviction policy.
+        Name of the eviction policy; see `ImageStore`.
     mode
         File mode of the socket: who may connect.
     remotes, namespace
@@ -49,6 +52,10 @@ class Daemon:
         Bytes that each tenant may have in memory, and on disk; none by default.
     encrypt
         Whether what is on disk is encrypted, with the key in ``BLENDKV_ENCRYPTION_KEY``; by default as the store is.
+    prefill_rate
+        Tokens per second that engines prefill; see `blendkv.store.KVStore.open`.
+    warm
+        Whether to fill memory from disk at the start (`blendkv.daemon.warming`).
 
     Raises
     ------
@@ -63,25 +70,29 @@ class Daemon:
         root: Path,
         memory_bytes: int,
         disk_bytes: int | None = None,
-        policy: str = "lru",
+        policy: str = USUAL,
         mode: int = 0o600,
         remotes: Sequence[str] = (),
         namespace: str = "default",
         quotas: Quotas | None = None,
         encrypt: bool | None = None,
+        prefill_rate: float | None = None,
+        warm: bool = False,
     ) -> None:
         raise_file_limit()
         with ExitStack() as opened:
             tiers = [open_remote(url, namespace=namespace) for url in remotes]
             for tier in tiers:
                 opened.callback(tier.close)
-            self.store = ImageStore(root, memory_bytes, disk_bytes, policy, tiers, quotas, encrypt)
+            self.store = ImageStore(root, memory_bytes, disk_bytes, policy, tiers, quotas, encrypt, prefill_rate)
             opened.callback(self.store.close)
             opened.enter_context(address.ownership(root))
             self._socket = address.listen(root, mode)
             opened.callback(self._stop_listening)
             self._opened = opened.pop_all()
         self.root = root
+        self.policy = policy
+        self.uses = Uses()
         self._shared = bool(mode & 0o066)  # then the file's mode alone says who may connect
         self._pool = ThreadPoolExecutor(_POOL_THREADS, thread_name_prefix="blendkv-daemon")
         self._writers = ThreadPoolExecutor(_WRITER_THREADS, "blendkv-put", _step_back)
@@ -89,6 +100,8 @@ class Daemon:
         self._lock = threading.Lock()
         self._stopping = False
         self._closing = False
+        self._warmth = Warmth(root, self.store, warm)
+        self._warmth.start()
 
     def serve(self) -> None:
         """Accept clients until `stop` or `close` is called by another thread."""
@@ -115,7 +128,8 @@ class Daemon:
         with self._lock:
             sessions = list(self._sessions)
         loans = sum(session.loans for session in sessions)
-        return m.Stats(self.store.stat(), loans, len(sessions), self.store.loading, self.store.arena.free_bytes)
+        counts = loans, len(sessions), self.store.loading, self.store.arena.free_bytes
+        return m.Stats(self.store.stat(), *counts, self.policy, self.uses.strange)
 
     def stop(self) -> None:
         """Let `serve` return."""
@@ -135,6 +149,7 @@ class Daemon:
             session.close()
         self._writers.shutdown()
         self._pool.shutdown()
+        self._warmth.close()
         self._opened.close()
 
     def __enter__(self) -> Daemon:

@@ -16,11 +16,14 @@ import msgspec
 from blendkv import __version__
 from blendkv.daemon import messages as m
 from blendkv.daemon.arena import Slab
+from blendkv.daemon.aside import Aside
 from blendkv.daemon.images import Image
 from blendkv.daemon.shm import Buffer, Parcel
 from blendkv.daemon.store import ImageStore, Lending
+from blendkv.daemon.uses import acting
 from blendkv.daemon.wire import NUMBERS, Wire, WireError, close_all
 from blendkv.errors import BlendKVError, InputError, StoreError
+from blendkv.market.base import NOBODY, Use
 from blendkv.store.chunkfile import recipe_to_json, token_ids_digest
 
 if TYPE_CHECKING:
@@ -64,7 +67,7 @@ class Session:
         self._wire = wire
         self._pool = pool
         self._writers = writers
-        self._loans: dict[int, Lending] = {}
+        self._loans: dict[int, Lending | Aside] = {}
         self._next = 1
         self._buffer: Buffer | None = None
         self._lock = threading.Lock()
@@ -120,12 +123,13 @@ class Session:
             os.close(fd)
 
     def _serve(self, number: int, request: m.Request, fds: list[int]) -> None:
+        use = self._daemon.uses.of(request)
         if isinstance(request, m.Put):
             if len(fds) != 1:
                 close_all(fds)
                 raise WireError("a put has no descriptor")
             owned = _OwnedFd(fds[0])
-            self._writers.submit(self._answer, number, lambda: self._put(request, owned))
+            self._writers.submit(self._answer, number, lambda: self._put(request, owned), use)
             return
         if isinstance(request, m.PutBuffer):
             if len(fds) != 1:
@@ -136,13 +140,10 @@ class Session:
         close_all(fds)
         if isinstance(request, m.PutFrom):
             buffer = self._buffer  # the one that there is now, whatever comes while the put waits
-            self._writers.submit(self._answer, number, lambda: self._put_from(request, buffer))
+            self._writers.submit(self._answer, number, lambda: self._put_from(request, buffer), use)
             return
         if isinstance(request, m.Get):
-            if number + len(request.keys) > NUMBERS:
-                raise WireError(f"the replies to a request numbered {number} have no numbers")
-            for place, key in enumerate(request.keys):
-                self._serve_get(number + place, key.hex())
+            self._serve_gets(number, request, use)
             return
         quick = _QUICK.get(type(request))
         if self._store.asks_remotes and isinstance(request, m.Lookup | m.TokenIdsOf):
@@ -150,23 +151,31 @@ class Session:
         if quick is not None:
             self._answer(number, lambda: quick(self, request))
             return
+        if isinstance(request, m.Await):
+            self._answer(number, lambda: self._await(number, request))
+            return
         slow = _SLOW.get(type(request))
         if slow is None:
             raise WireError(f"{type(request).__name__} has no place here")
-        self._pool.submit(self._answer, number, lambda: slow(self, request))
+        self._pool.submit(self._answer, number, lambda: slow(self, request), use)
 
-    def _serve_get(self, number: int, key: str) -> None:
+    def _serve_gets(self, first: int, request: m.Get, use: Use) -> None:
         """What is not in memory may take a while, and neither pings nor other chunks must wait for it."""
-        lent = self._store.lend_from_memory(key)
-        if lent is not None:
-            self._answer(number, partial(self._lend, number, lent))
-        else:
-            self._pool.submit(self._answer, number, lambda: self._get(number, key))
+        if first + len(request.keys) > NUMBERS:
+            raise WireError(f"the replies to a request numbered {first} have no numbers")
+        for number, key in enumerate(map(bytes.hex, request.keys), first):
+            with acting(use):
+                lent = self._store.lend_from_memory(key)
+            if lent is not None:
+                self._answer(number, partial(self._lend, number, lent))
+            else:
+                self._pool.submit(self._answer, number, partial(self._get, number, key), use)
 
-    def _answer(self, number: int, work: Callable[[], Answer]) -> None:
-        """Do the work and send its result, or its fault."""
+    def _answer(self, number: int, work: Callable[[], Answer], use: Use = NOBODY) -> None:
+        """Do the work, for ``use``, and send its result, or its fault."""
         try:
-            answer = work()
+            with acting(use):
+                answer = work()
         except WireError:
             self._cut_off()
             return
@@ -211,11 +220,15 @@ class Session:
         lent = self._store.lend(key)
         if lent is None:
             return m.Missing()
-        if not isinstance(lent, Lending):
-            return m.Direct(), os.dup(lent.fileno())
-        return self._lend(number, lent)
+        if isinstance(lent, Lending):
+            return self._lend(number, lent)
+        if not isinstance(lent, Aside):
+            return m.Direct(0), os.dup(lent.fileno())
+        loan = self._note(lent)
+        return None if loan is None else (m.Direct(loan), os.dup(lent.parcel.fd))
 
-    def _lend(self, number: int, lent: Lending) -> Answer:
+    def _note(self, lent: Lending | Aside) -> int | None:
+        """Note a loan and return its number; None if the client has gone meanwhile."""
         with self._lock:
             loan = self._next
             self._next += 1
@@ -224,22 +237,24 @@ class Session:
         if self._over:  # it came from a slower tier, and who wanted it has gone
             self._store.take_back(lent)
             return None
-        image, ready, place = lent.image, lent.image.ready, lent.image.place
+        return loan
+
+    def _lend(self, number: int, lent: Lending) -> Answer:
+        loan = self._note(lent)
+        if loan is None:
+            return None
+        place = lent.image.place
         assert isinstance(place, Slab)  # only what is in the arena is lent
-        self._send(number, m.Lent(loan, ready, lent.tier, place.offset, place.size))
-        # Only now: the client knows the loan before it hears of its progress.
-        if image.listen(lambda image: self._tell(loan, image)) != ready or image.failure is not None:
-            self._tell(loan, image)
+        self._send(number, m.Lent(loan, lent.image.ready, lent.tier, place.offset, place.size))
         return None
 
-    def _tell(self, loan: int, image: Image) -> None:
-        """Tell of the layers that have come; called by a loading thread."""
-        try:
-            self._send(0, m.Ready(loan, image.ready))  # before a loss too: those layers are good
-            if image.failure is not None:
-                self._send(0, m.Lost(loan, image.failure))
-        except WireError:
-            self._cut_off()
+    def _await(self, number: int, request: m.Await) -> Answer:
+        lent = self._loans.get(request.loan)
+        if not isinstance(lent, Lending) or request.layer >= lent.image.layers:
+            raise InputError(f"there is no layer {request.layer} of loan {request.loan} to wait for")
+        image = lent.image
+        image.when(request.layer, lambda: self._answer(number, lambda: _come(image, request.layer)))
+        return None
 
     def _cut_off(self) -> None:
         """Tell a client nothing more that takes nothing; what it was lent stays lent until it ends the connection."""
@@ -297,11 +312,17 @@ class Session:
         return m.Changes([(bytes.fromhex(key), size, tick) for key, size, tick in rows])
 
 
+def _come(image: Image, layer: int) -> Answer:
+    """The reply to who waited for a layer."""
+    return m.Done() if layer < image.ready else m.Lost(image.failure or "it does not come")
+
+
 _QUICK: dict[type, Callable[..., Answer]] = {
     m.Ping: lambda session, request: m.Done(),
     m.Lookup: Session._lookup,
     m.TokenIdsOf: Session._token_ids,
     m.Release: Session._release,
+    m.Hint: lambda session, request: m.Number(int(session._store.hint(request.session, request.what, request.ttl))),
     m.Cancel: lambda session, request: m.Number(session._store.cancel([key.hex() for key in request.keys])),
     m.IndexVersion: lambda session, request: m.Number(session._store.index.version()),
     m.IndexCount: lambda session, request: m.Number(session._store.index.count(request.tenant)),
@@ -317,6 +338,7 @@ _SLOW: dict[type, Callable[..., Answer]] = {
     m.Remove: lambda session, request: m.Number(int(session._store.remove(request.key.hex()))),
     m.Pin: Session._pin,
     m.List: lambda session, request: m.Listing(session._store.ls()),
+    m.Market: lambda session, request: m.Marketed(session._store.market(request.count)),
     m.Verify: lambda session, request: m.Verified(session._store.verify()),
     m.Collect: lambda session, request: m.Collected(session._store.gc()),
     m.DropPageCache: Session._drop_page_cache,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 from collections.abc import Sequence
 from contextlib import suppress
@@ -10,10 +11,14 @@ from functools import partial
 from pathlib import Path
 
 from blendkv.daemon.arena import Arena, Slab, held_bytes
+from blendkv.daemon.aside import LEAST_ROOM, Aside, Asides
 from blendkv.daemon.images import Image, head_of, refused
-from blendkv.daemon.loader import URGENT, Load, Loader
+from blendkv.daemon.loader import IDLE, URGENT, Load, Loader
 from blendkv.daemon.shm import Parcel
 from blendkv.errors import BlendKVError, DamagedChunkError, StoreFullError
+from blendkv.market.base import USUAL
+from blendkv.market.policy import Standing
+from blendkv.market.worth import Worth
 from blendkv.store.chunkfile import copy_bytes, parse_header
 from blendkv.store.core import TieredStore
 from blendkv.store.filereader import DiskReader, FileReader
@@ -25,6 +30,8 @@ from blendkv.store.policy import tier_policy
 from blendkv.store.quotas import Quotas
 from blendkv.store.remote_reader import RemoteReader
 from blendkv.store.remotes import Remotes
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,14 +55,17 @@ class ImageStore(TieredStore[Image]):
     memory_bytes, disk_bytes
         Limits in bytes; no disk limit by default.
     policy
-        Name of the memory's eviction policy (`blendkv.market.policies`). The disk gives up what was used longest ago: a
-        policy of its own would hold every key in this process, half a gigabyte for a million.
+        Name of the memory's eviction policy (`blendkv.market.policies`). With ``market`` it ranks what leaves the disk
+        as well (`blendkv.store.hand`), and has a say in what is prefetched or put; else the disk gives up what was used
+        longest ago: a policy of its own would hold every key in this process, half a gigabyte for a million.
     remotes
         Remote tiers, fastest first; closed with the store.
     quotas
         Bytes that each tenant may have in memory, and on disk.
     encrypt
         Whether what is on disk is encrypted; by default as the store is.
+    prefill_rate
+        Tokens per second that engines prefill; see `blendkv.store.KVStore.open`.
 
     Raises
     ------
@@ -68,15 +78,17 @@ class ImageStore(TieredStore[Image]):
         root: Path,
         memory_bytes: int,
         disk_bytes: int | None = None,
-        policy: str = "lru",
+        policy: str = USUAL,
         remotes: Sequence[GuardedTier] = (),
         quotas: Quotas | None = None,
         encrypt: bool | None = None,
+        prefill_rate: float | None = None,
     ) -> None:
+        worth = Worth.at(prefill_rate)
         disk, repair = open_disk(root, disk_bytes, None, Image.file, quotas, encrypt)
         self.arena = Arena(memory_bytes)
         super().__init__(
-            MemoryTier(self.arena.size, tier_policy(policy, self.arena.size), _held, quotas),
+            MemoryTier(self.arena.size, tier_policy(policy, self.arena.size), _held, quotas, worth),
             disk,
             repair,
             Remotes(remotes, Image.file) if remotes else None,
@@ -84,6 +96,8 @@ class ImageStore(TieredStore[Image]):
         )
         self._files = disk
         self._loader = Loader()
+        self._asides = Asides(max(LEAST_ROOM, self.arena.size // 4))
+        self._told_full = False
 
     @property
     def index(self) -> Index:
@@ -96,8 +110,12 @@ class ImageStore(TieredStore[Image]):
         """Chunks on their way to memory."""
         return self._loader.pending
 
-    def lend(self, key: str) -> Lending | DiskReader | None:
-        """Lend the chunk; give it back with `take_back`. A reader of its file if it does not fit in memory."""
+    def lend(self, key: str) -> Lending | Aside | DiskReader | None:
+        """Lend the chunk; give it back with `take_back`.
+
+        Without room in memory a reader of its file, which is nobody's to give back; where a client cannot read that,
+        the chunk in memory of its own.
+        """
         lending = self.lend_from_memory(key)
         if lending is None:
             self._count("memory misses")
@@ -116,12 +134,15 @@ class ImageStore(TieredStore[Image]):
         self._files.index.touch(key)
         return Lending(image, "memory")
 
-    def take_back(self, loan: Lending) -> None:
+    def take_back(self, loan: Lending | Aside) -> None:
         """A loan is over."""
-        self._memory.release(loan.image.key)
+        if isinstance(loan, Aside):
+            self._asides.back(loan)
+        else:
+            self._memory.release(loan.image.key)
 
     def receive(self, key: str, sent: memoryview) -> Image:
-        """A copy of the chunk file that a client has ``sent``, in memory if there is room; every byte is checked.
+        """A copy of the chunk file that a client has ``sent``, in memory if it is let in; every byte is checked.
 
         What was sent may change meanwhile: it is copied first, and the copy is checked.
 
@@ -132,22 +153,59 @@ class ImageStore(TieredStore[Image]):
         """
         self._check_open()
         place: Slab | Parcel | None = None
+        let_in = True
         if not self._memory.contains(key):
             with refused(key), suppress(StoreFullError):  # which shows, and is counted, when it is put
-                head = head_of(sent, sent.nbytes, key)
-                place = self._room(sent.nbytes, parse_header(head, sent.nbytes, key).recipe.tenant)
+                header = parse_header(head_of(sent, sent.nbytes, key), sent.nbytes, key)
+                tenant, tokens = header.recipe.tenant, header.tensors["token_ids"].shape[0]
+                let_in = self._memory.admits(key, tokens, held_bytes(sent.nbytes), tenant)
+                place = self._room(sent.nbytes, tenant) if let_in else None
         if place is None:
             parcel = place = Parcel.create(sent.nbytes)
             with parcel.writable() as file:
                 copy_bytes(file, sent)
         else:
             copy_bytes(place.view(), sent)
-        return Image.received(key, place)
+        image = Image.received(key, place)
+        image.turned_away = not let_in
+        return image
 
     def prefetch(self, keys: Sequence[str], priority: int) -> int:
-        """Bring chunks to memory in the background; return how many are there or come."""
+        """Bring chunks to memory in the background; return how many are there or come.
+
+        One that is not worth what would leave for it is not brought: nobody waits for it yet.
+        """
         self._check_open()
         return sum(self.in_memory(key) or self._load(key, priority, lend=False) is not None for key in keys)
+
+    def warm(self, key: str) -> bool:
+        """Bring a chunk from disk to memory if nothing has to leave for it; return whether it comes.
+
+        The disk does not take it for a use.
+        """
+        self._check_open()
+        if self._memory.contains(key):
+            return False
+        try:
+            reader = self._files.open(key)
+        except DamagedChunkError as error:
+            self._damaged(error)
+            return False
+        if reader is None:
+            return False
+        size = reader.header.file_bytes
+        slab = self.arena.allocate(size) if self._memory.spare(held_bytes(size), reader.recipe.tenant) else None
+        if slab is None:
+            reader.close()
+            return False
+        lending = self._begin(reader, slab, IDLE)
+        if lending is not None:
+            self.take_back(lending)
+        return lending is not None
+
+    def ranked(self, count: int) -> list[Standing] | None:
+        """The ``count`` dearest chunks in memory, the dearest first; None if its policy keeps no prices."""
+        return self._memory.ranked(count)
 
     def cancel(self, keys: Sequence[str]) -> int:
         """Forget loads that have not begun and that nobody waits for; return how many."""
@@ -160,6 +218,14 @@ class ImageStore(TieredStore[Image]):
 
     def _checked(self, kv: Image) -> Image:
         return kv
+
+    def _let_in(self, kv: Image) -> bool:
+        if kv.turned_away or isinstance(kv.place, Slab):  # `receive` has asked for it
+            return not kv.turned_away
+        return super()._let_in(kv)
+
+    def _size(self, kv: Image) -> int:
+        return held_bytes(kv.header.file_bytes)
 
     def _hold(self, kv: Image) -> Image:
         """Copy what a client has sent into the arena; `StoreFullError` if there is no room."""
@@ -184,16 +250,29 @@ class ImageStore(TieredStore[Image]):
                 )
         return slab
 
-    def _load(self, key: str, priority: int, *, lend: bool) -> Lending | DiskReader | None:
+    def _load(self, key: str, priority: int, *, lend: bool) -> Lending | Aside | DiskReader | None:
         reader = self._open(key)
         if reader is None:
+            return None
+        if not lend and not self._worth_bringing(reader):
+            reader.close()
             return None
         try:
             slab = self._room(reader.header.file_bytes, reader.recipe.tenant)
         except StoreFullError:
             self._count("not in memory")
-            # A client reads a plain file by itself. What is sealed only the daemon can open, so there it is a miss.
-            return reader if lend and isinstance(reader, DiskReader) else None
+            if not lend:
+                reader.close()
+                return None
+            return reader if isinstance(reader, DiskReader) else self._read_aside(reader)
+        lending = self._begin(reader, slab, priority)
+        if lending is not None and not lend:
+            self.take_back(lending)
+        return lending
+
+    def _begin(self, reader: FileReader | RemoteReader, slab: Slab, priority: int) -> Lending | None:
+        """Have the chunk loaded into ``slab``, and lend it; None if it turns out damaged."""
+        key = reader.key
         try:
             reader.fill_head(slab.view())
         except DamagedChunkError as error:
@@ -210,9 +289,32 @@ class ImageStore(TieredStore[Image]):
             self._loader.submit(load, priority)
         else:
             reader.close()  # another client was faster
-        if not lend:
-            self.take_back(lending)
         return lending
+
+    def _read_aside(self, reader: FileReader | RemoteReader) -> Aside | None:
+        """The chunk in memory of its own: what is sealed, or far away, only the daemon can read."""
+        try:
+            aside = self._asides.read(reader)
+        except BlendKVError as error:
+            if isinstance(reader, FileReader) and isinstance(error, DamagedChunkError):
+                self._damaged(error)
+            else:
+                self._count("failed loads")
+            return None
+        if aside is None:
+            self._count("failed loads")
+            if not self._told_full:
+                self._told_full = True
+                _log.warning(
+                    "chunk KVs find no room in memory nor beside it, and are missed; raise --memory (said once)"
+                )
+        elif isinstance(reader, RemoteReader):
+            self._keep_remote(Image(reader.key, reader.header, reader.token_ids, aside.parcel, reader.layers))
+        return aside
+
+    def _worth_bringing(self, reader: FileReader | RemoteReader) -> bool:
+        size = held_bytes(reader.header.file_bytes)
+        return self._memory.admits(reader.key, len(reader.token_ids), size, reader.recipe.tenant)
 
     def _open(self, key: str) -> FileReader | RemoteReader | None:
         try:

@@ -16,7 +16,7 @@ _KIB = 1024
 
 
 class DaemonProcess:
-    """A daemon of the store at ``root`` with ``memory`` bytes; a context manager.
+    """A daemon of the store at ``root`` with ``memory`` bytes, not warmed; a context manager.
 
     Raises
     ------
@@ -25,7 +25,7 @@ class DaemonProcess:
     """
 
     def __init__(self, root: Path, memory: int, disk: int | None = None) -> None:
-        limits = ["--memory", str(memory), *(() if disk is None else ("--disk", str(disk)))]
+        limits = ["--no-warm", "--memory", str(memory), *(() if disk is None else ("--disk", str(disk)))]
         program = "from blendkv.cli.main import main; main()"
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", program, "daemon", "--store", str(root), *limits, "--json"],

@@ -29,6 +29,7 @@ from blendkv.types import ChunkKV, Recipe, as_token_ids
 PATIENCE = 60.0
 """Deadline of a daemon that is measured: a loaded machine must not look like a dead daemon."""
 WRONG = "what was read differs from what was put"
+_GONE = "chunk KV {} was put and is gone; use a machine with more free memory and disk"
 _FIRST_TOUCHES = 3
 
 
@@ -118,15 +119,15 @@ def seconds_of(call: Callable[[], object]) -> float:
 def _found(store: Store, kv: ChunkKV) -> ChunkReader:
     reader = store.get(kv.key, kv.token_ids)
     if reader is None:
-        raise StoreError(f"chunk KV {kv.key[:12]} was put and is gone; use a machine with more free memory and disk")
+        raise StoreError(_GONE.format(kv.key[:12]))
     return reader
 
 
 class _Sides:
-    """Seconds per chunk of copies, and of a get from a store with a copy, in turn.
+    """Seconds per chunk of copies, and of gets from a store with a copy, in turn.
 
     ``private`` copies the same tensors from memory of this process, ``mapped`` from what the store has handed out
-    already.
+    already. ``get`` asks for each chunk by itself, ``prompt`` for all at once, as engines do for those of a prompt.
     """
 
     def __init__(self, chunks: Sequence[ChunkKV]) -> None:
@@ -136,6 +137,7 @@ class _Sides:
         self.private: list[float] = []
         self.mapped: list[float] = []
         self.get: list[float] = []
+        self.prompt: list[float] = []
 
     def run(self, store: Store, rounds: int, mapped: bool = False) -> None:
         """Measure; `right` becomes False if a chunk does not come back as it was put."""
@@ -147,13 +149,26 @@ class _Sides:
                     self.mapped.append(self._seconds(lambda place=place: held[place]))  # type: ignore[misc]
                 self.get.append(self._seconds(lambda kv=kv: _found(store, kv)))  # type: ignore[misc]
                 self.right &= self._copier.holds(kv)
+            if mapped:
+                self.prompt.append(self._all_at_once(store) / len(self._chunks))
+
+    def _all_at_once(self, store: Store) -> float:
+        began = time.perf_counter()
+        readers = store.get_all([(kv.key, kv.token_ids) for kv in self._chunks])
+        seconds = time.perf_counter() - began
+        for kv, reader in zip(self._chunks, readers, strict=True):
+            if reader is None:
+                raise StoreError(_GONE.format(kv.key[:12]))
+            seconds += self._seconds(lambda reader=reader: reader)  # type: ignore[misc]
+            self.right &= self._copier.holds(kv)
+        return seconds
 
     def _seconds(self, source: Callable[[], ChunkReader]) -> float:
         return seconds_of(lambda: self._copier.copy(source()))
 
-    def over(self, baseline: Sequence[float]) -> float:
-        """Bandwidth of the get over that of a copy."""
-        return statistics.median(baseline) / statistics.median(self.get)
+    def over(self, baseline: Sequence[float], gets: Sequence[float] | None = None) -> float:
+        """Bandwidth of the gets, those of each chunk by itself by default, over that of a copy."""
+        return statistics.median(baseline) / statistics.median(self.get if gets is None else gets)
 
     def rate(self, seconds: Sequence[float]) -> float:
         """GB/s of a chunk."""
@@ -185,9 +200,12 @@ def _daemon(shape: str, chunks: Sequence[ChunkKV], settings: GetSettings, root: 
     mapped, private = f"memcpy, {shape}", f"memcpy_private, {shape}"
     rows.add(mapped, steady.rate(steady.mapped), "GB/s")
     rows.add(private, steady.rate(steady.private), "GB/s")
-    rate, wrong = steady.rate(steady.get), steady.wrong
-    rows.add(f"daemon_get, {shape}", rate, "GB/s", mapped, steady.over(steady.mapped), wrong=wrong)
-    rows.add(f"daemon_get_private, {shape}", rate, "GB/s", private, steady.over(steady.private), wrong=wrong)
+    wrong = steady.wrong
+    for name, gets in (("daemon_get", steady.prompt), ("daemon_get_single", steady.get)):
+        ratio = steady.over(steady.mapped, gets)
+        rows.add(f"{name}, {shape}", steady.rate(gets), "GB/s", mapped, ratio, wrong=wrong)
+    ratio = steady.over(steady.private, steady.prompt)
+    rows.add(f"daemon_get_private, {shape}", steady.rate(steady.prompt), "GB/s", private, ratio, wrong=wrong)
     touched = first.over(first.private)
     rows.add(f"daemon_get_first_touch, {shape}", first.rate(first.get), "GB/s", private, touched, wrong=first.wrong)
     rows.add(f"daemon_get_overhead_us, {shape}", statistics.median(overhead) * 1e6, "us", wrong=steady.wrong)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from blendkv.blend import BlendSettings, parse_mode
-from blendkv.daemon.arena import PAGE
+from blendkv.daemon.arena import held_bytes
 from blendkv.daemon.client import DaemonStore
 from blendkv.engines.base import GenerationOptions
 from blendkv.engines.torch.engine import TorchEngine
@@ -127,7 +127,7 @@ def _room(engine: TorchEngine, prefix: TokenIds, chunks: Sequence[TokenIds]) -> 
     """Bytes in which the prefix and the chunks of one side have room, and no chunk more."""
     start = engine.collect(Recipe("system", (), engine.dtype), [prefix], None)[0]
     one = engine.collect(Recipe("system", tuple(int(t) for t in prefix), engine.dtype), chunks[:1], start)[0]
-    files = [-(-len(encode_chunk(kv)) // PAGE) * PAGE for kv in (start, one)]
+    files = [held_bytes(len(encode_chunk(kv))) for kv in (start, one)]
     return files[0] + files[1] * len(chunks) + files[1] // 2
 
 

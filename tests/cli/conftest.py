@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from tiny_hub import SYSTEM, BagEmbedder, write_corpus
@@ -54,3 +56,12 @@ def filled(tmp_path_factory, llama, llama_folder):
 @pytest.fixture
 def store(filled, tmp_path):
     return shutil.copytree(filled, tmp_path / "store")
+
+
+@pytest.fixture(scope="session")
+def make_kv():
+    path = Path(__file__).parents[1] / "store" / "factory.py"
+    spec = importlib.util.spec_from_file_location("blendkv_store_factory", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.make_kv

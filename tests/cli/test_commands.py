@@ -163,8 +163,10 @@ def test_plan(cli, llama_folder, tmp_path):
         assert row["bytes"] == 1000 * found["kv_bytes_per_token"] == 1000 * 1024
         assert row["load_s"] == pytest.approx(row["bytes"] / row["bytes_per_s"])
         assert row["decision"] == ("load" if row["load_s"] < row["recompute_s"] else "recompute")
+    assert "next_gb_saves_s_per_hour" not in found
     shown = cli(*arguments, "--threads", 1)
     assert "1,000 tokens, 1,024 bytes each" in shown.out
+    assert "1 GB" not in shown.out
 
 
 def test_doctor(cli, llama_folder, gpt2_folder, tmp_path, monkeypatch):

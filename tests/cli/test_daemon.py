@@ -10,6 +10,7 @@ import pytest
 
 from blendkv.daemon.address import socket_path
 from blendkv.daemon.client import DaemonStore
+from blendkv.market.policies import POLICIES
 
 
 @pytest.fixture
@@ -68,9 +69,24 @@ def test_store_commands_go_through_it(cli, store, ended):
     assert shown == [1, ()]
 
 
+@pytest.mark.parametrize("policy", POLICIES.names())
+def test_every_policy_can_be_chosen_and_is_shown(cli, store, ended, policy):
+    shown = []
+
+    def look():
+        shown.append(json.loads(cli("store", "stat", "--store", store, "--json").out)["daemon"]["policy"])
+        shown.append(f"free, policy {policy}" in cli("store", "stat", "--store", store).out)
+
+    ended.append(look)
+    done = cli("daemon", "--store", store, "--memory", "16MB", "--policy", policy)
+    assert done.code == 0, done.err
+    assert shown == [policy, True]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--policy", "random"], f"unknown eviction policy 'random'; allowed: {', '.join(POLICIES.names())}"),
         (["--socket-mode", "999"], "socket mode '999' is not allowed; give 600, 660 or 666"),
         (["--remote", "ftp://x"], "ftp"),
         (["--remote", "memory://x", "--namespace", "../x"], "namespace '../x'"),

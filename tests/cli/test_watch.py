@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from daemon_process import MAIN, DaemonProcess, eventually
 
 from blendkv.cli.watch import Sample, remote_rows, sample, tables, tier_rows
@@ -19,15 +17,6 @@ from blendkv.store.guard import RemoteStat
 from blendkv.store.reports import StoreStat
 from blendkv.store.segments import Traffic
 from blendkv.store.timing import LATENCY_BUCKETS, Latency
-
-
-@pytest.fixture(scope="session")
-def make_kv():
-    path = Path(__file__).parents[1] / "store" / "factory.py"
-    spec = importlib.util.spec_from_file_location("blendkv_store_factory", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.make_kv
 
 
 def at(seconds: float, tier: TierStat, *remotes: RemoteStat) -> Sample:

@@ -38,7 +38,8 @@ def test_the_command():
     assert (told["command"], told["problems"], told["missed"]) == ("bench store", [], [])
     rows = by_name(told["rows"])
     for name in (
-        f"memcpy, {SHAPE}", f"daemon_get, {SHAPE}", f"daemon_get_first_touch, {SHAPE}", f"daemon_put, {SHAPE}",
+        f"memcpy, {SHAPE}", f"daemon_get, {SHAPE}", f"daemon_get_single, {SHAPE}", f"daemon_put, {SHAPE}",
+        f"daemon_get_first_touch, {SHAPE}",
         f"daemon_get_overhead_us, {SHAPE}", f"embedded_get_memory, {SHAPE}", f"embedded_get_disk_warm, {SHAPE}",
         f"embedded_put, {SHAPE}", "lookup_64_of_20k", "lookup_64_of_20k_p99", "daemon_rss_mb",
         "daemon_rss_after_start_mb", "daemon_rss_after_lookups_mb", "daemon_rss_after_puts_mb", "daemon_peak_mb",
@@ -62,7 +63,7 @@ def test_a_store_that_gives_back_something_else_gets_no_figure(monkeypatch, tmp_
     result = run_store(StoreSettings.quick(["get"]))
     rows = by_name(result.rows)
     refused = {name for name, row in rows.items() if row["value"] is None}
-    names = ("get", "get_private", "get_first_touch", "get_overhead_us", "put")
+    names = ("get", "get_single", "get_private", "get_first_touch", "get_overhead_us", "put")
     assert refused == {f"daemon_{name}, {SHAPE}" for name in names}
     assert all(rows[name]["ratio"] is None for name in refused)
     assert {line.split(": ")[0] for line in result.problems} == refused

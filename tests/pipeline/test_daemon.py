@@ -117,16 +117,16 @@ def test_a_daemon_killed_between_requests(llama, filled, expected):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_daemon_lost_during_a_request(llama, filled, expected, monkeypatch, number, mode):
     """Two layers of the chunks have come from a slow disk, the rest never does."""
-    read, lost = LentReader.layer, []
+    read, lost = LentReader._parts, []
 
-    def layer(self, index):
+    def parts(self, index):
         if index == 1 and not lost:
             lost.append(self.key)
             daemon.kill(number)
         return read(self, index)
 
     with DaemonProcess(filled, before=STUCK_DISK.format(layer=2)) as daemon, over(filled, llama, HASTY) as pipeline:
-        monkeypatch.setattr(LentReader, "layer", layer)
+        monkeypatch.setattr(LentReader, "_parts", parts)
         answer = pipeline.ask(QUESTIONS[0], mode=mode, options=SHORT)
         assert lost
         assert answer.token_ids == expected[len(QUESTIONS) * MODES.index(mode)]
@@ -137,9 +137,9 @@ def test_a_daemon_lost_during_a_request(llama, filled, expected, monkeypatch, nu
 
 def test_a_daemon_killed_while_its_memory_is_read(llama, filled, expected, monkeypatch):
     """What is there already stays readable: nothing is computed."""
-    read, killed = LentReader.layer, []
+    read, killed = LentReader._parts, []
 
-    def layer(self, index):
+    def parts(self, index):
         if index == 1 and not killed:
             killed.append(daemon.kill())
             eventually(lambda: not pipeline.store.up)
@@ -148,7 +148,7 @@ def test_a_daemon_killed_while_its_memory_is_read(llama, filled, expected, monke
     with DaemonProcess(filled) as daemon, over(filled, llama) as pipeline:
         for question in QUESTIONS:
             pipeline.ask(question, mode="reuse", options=SHORT)
-        monkeypatch.setattr(LentReader, "layer", layer)
+        monkeypatch.setattr(LentReader, "_parts", parts)
         assert pipeline.ask(QUESTIONS[0], mode="reuse", options=SHORT).token_ids == expected[0]
         assert killed
         assert pipeline.library.counts.computed == 0

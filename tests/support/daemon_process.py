@@ -26,11 +26,12 @@ DiskReader.fill = stuck
 
 
 class DaemonProcess:
-    """`blendkv daemon` as users start it; ``before`` is run in its process first."""
+    """`blendkv daemon` as users start it, but not warmed; ``before`` is run in its process first."""
 
     def __init__(self, root: Path, memory: str = "64MB", *options: str, before: str = "") -> None:
         self.root = root
         command = [sys.executable, "-c", before + MAIN, "daemon", "--store", str(root), "--memory", memory, "--json"]
+        command.append("--no-warm")  # else what is in memory when would be a matter of luck; a later --warm counts
         self.process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True)
         self.ready = json.loads(self.process.stdout.readline())
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from blendkv.daemon.arena import PAGE, Arena, Window
+from blendkv.daemon.arena import PAGE, WORD, Arena, Window
 from blendkv.daemon.shm import Parcel
 from blendkv.errors import StoreError
 
@@ -23,22 +23,25 @@ STEPS = st.lists(
 @given(STEPS)
 def test_slabs_never_overlap_and_all_comes_back(steps):
     arena, slabs = Arena(16 * PAGE), []
+    window = Window(arena.reader_fd())
     for step, value in steps:
         if step == "take":
             before = arena.free_bytes
             slab = arena.allocate(value)
             if slab is None:
-                assert all(gap < value for _, gap in arena._free)
+                assert all(gap < value + WORD for _, gap in arena._free)
                 continue
-            assert before - arena.free_bytes == slab.held >= value > slab.held - PAGE
+            assert before - arena.free_bytes == slab.held >= value + WORD > slab.held - PAGE
             mark = value % 251
             slab.view()[:] = bytes([mark]) * value
+            slab.tell(value)
             slabs.append((slab, mark))
         elif slabs:
             del slabs[value % len(slabs)]
             slab = None
         for kept, mark in slabs:
             assert bytes(kept.view()) == bytes([mark]) * kept.size
+            assert int.from_bytes(window.progress(kept.offset, kept.size), "little") == kept.size
     slab = kept = None
     slabs.clear()
     assert arena._free == [(0, arena.size)]
@@ -46,13 +49,13 @@ def test_slabs_never_overlap_and_all_comes_back(steps):
 
 def test_the_smallest_gap_that_holds_is_taken():
     arena = Arena(10 * PAGE)
-    a, b, c, d = (arena.allocate(n * PAGE) for n in (3, 1, 2, 1))
+    a, b, c, d = (arena.allocate(n * PAGE - WORD) for n in (3, 1, 2, 1))
     places = {name: slab.offset for name, slab in (("a", a), ("c", c))}
     del a, c
-    assert arena.allocate(2 * PAGE).offset == places["c"]
-    assert arena.allocate(3 * PAGE + 1) is None
-    assert arena.allocate(2 * PAGE + 1).offset == places["a"]
-    assert (b.size, d.size) == (PAGE, PAGE)
+    assert arena.allocate(2 * PAGE - WORD).offset == places["c"]
+    assert arena.allocate(3 * PAGE - WORD + 1) is None
+    assert arena.allocate(2 * PAGE - WORD + 1).offset == places["a"]
+    assert (b.held, d.held) == (PAGE, PAGE)
 
 
 def test_a_window_sees_what_is_written_later_and_cannot_write():

@@ -105,7 +105,7 @@ def test_a_chunk_under_a_key_that_is_not_its_own_is_refused(start, connect, make
 
 def test_pins_and_limits(start, connect, make_kv):
     kvs = [make_kv(number) for number in range(4)]
-    start(2 * HELD, disk_bytes=2 * len(encode_chunk(kvs[0])) + 64)
+    start(2 * HELD, disk_bytes=2 * len(encode_chunk(kvs[0])) + 64, policy="lru")
     client = connect()
     client.put(kvs[0])
     client.pin([kvs[0].key])

@@ -5,15 +5,19 @@ from __future__ import annotations
 import gc
 import signal
 import threading
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from blendkv.daemon.client import DaemonStore
 from blendkv.daemon.server import Daemon
 from blendkv.errors import UnavailableChunkError
+from blendkv.kernels import decode_vectors
 from blendkv.store import KVStore
 from blendkv.store.filereader import DiskReader
+from blendkv.store.prefetch import LayerPrefetcher
 
 HELD = 4096
 
@@ -173,3 +177,29 @@ def test_many_chunks_are_lent_for_one_message(make_kv, start, connect, assert_sa
         assert_same(reader, kv)
     assert found[8:] == [None, None]
     assert store.get_all([]) == []
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8", "turbo4"])
+@pytest.mark.parametrize("dims", [((16, 8), (16, 8)), ((16, 8), (24, 40))], ids=["alike", "unlike"])
+def test_layers_are_lent_as_they_are_stored(start, connect, make_kv, codec, dims):
+    """A blend decodes on its way: what a prefetcher hands it lies in the shared memory, and says the same."""
+    start()
+    plain = make_kv(1, dims=dims)
+    kv = replace(plain, recipe=replace(plain.recipe, codec=codec))
+    client = connect()
+    client.put(kv)
+    reader = client.get(kv.key, kv.token_ids)
+    shared = np.frombuffer(reader._file, np.uint8)
+    first = shared.ctypes.data
+    with LayerPrefetcher([reader, kv], kv.layers) as prefetcher:
+        for index in range(kv.layers):
+            coded, own = prefetcher.layer(index)
+            assert own == kv.layer(index)
+            for part in coded:
+                data = part if codec == "raw" else part.data
+                assert first <= data.data_ptr() < first + len(shared)
+            found = decode_vectors(*coded, kv.k[0].dtype)
+            for one, other in zip(found, reader.layer(index), strict=True):
+                assert torch.equal(one, other)
+    with pytest.raises(IndexError, match="layer 2 of a chunk KV with 2 layers"):
+        reader.encoded(2)

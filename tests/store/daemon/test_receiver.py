@@ -102,7 +102,7 @@ def test_who_gives_up_hands_the_socket_on(slow, connect, make_kv, eventually):
     assert said[1] == m.Missing()
 
 
-def test_layers_are_heard_of_while_nobody_waits(start, connect, make_kv, tmp_path, eventually, monkeypatch):
+def test_layers_are_seen_while_nobody_waits(start, connect, make_kv, tmp_path, eventually, monkeypatch):
     kv, gate, fill = make_kv(1, dims=((4, 4),) * 6), threading.Semaphore(0), DiskReader.fill
     with KVStore.open(tmp_path / "s", memory_bytes=0) as store:
         store.put(kv)

@@ -58,13 +58,18 @@ def test_noise_ends_the_connection_and_nothing_else(fuzzed, noise):
     assert client.contains(kv.key, kv.token_ids)
 
 
+WORDS = st.one_of(st.just(""), st.sampled_from(["agent", "single"]), st.text(max_size=70))
 REQUESTS = st.one_of(
-    st.builds(m.Get, st.lists(st.binary(min_size=32, max_size=32), max_size=4)),
+    st.builds(m.Get, st.lists(st.binary(min_size=32, max_size=32), max_size=4), WORDS, WORDS),
     st.builds(m.Release, st.lists(st.integers(0, 1 << 40), max_size=9)),
-    st.builds(m.Put, st.binary(min_size=32, max_size=32)),
+    st.builds(m.Put, st.binary(min_size=32, max_size=32), WORDS, WORDS),
     st.builds(m.PutBuffer),
-    st.builds(m.PutFrom, st.binary(min_size=32, max_size=32), st.integers(0, 1 << 40)),
-    st.builds(m.Prefetch, st.lists(st.binary(min_size=32, max_size=32), max_size=3), st.integers(-5, 5)),
+    st.builds(m.PutFrom, st.binary(min_size=32, max_size=32), st.integers(0, 1 << 40), WORDS, WORDS),
+    st.builds(m.Prefetch, st.lists(st.binary(min_size=32, max_size=32), max_size=3), st.integers(-5, 5), WORDS, WORDS),
+    st.builds(
+        m.Hint, WORDS, st.sampled_from(["tool_started", "tool_finished", "session_ended", "x"]), st.floats(width=64)
+    ),
+    st.builds(m.Market, st.integers(-2, 1002)),
     st.builds(m.Pin, st.lists(st.binary(min_size=32, max_size=32), max_size=3), st.booleans()),
     st.builds(m.IndexChanged, st.integers(0, 1 << 60)),
     st.builds(m.Hello, st.integers(0, 3), st.text(max_size=9), st.integers(0, 9)),
@@ -97,7 +102,7 @@ def test_requests_with_wrong_bytes_or_descriptors_do_no_harm(fuzzed, eventually,
 
 @pytest.fixture
 def fuzzed(start, connect, make_kv):
-    daemon, client, kv = start(), connect(), make_kv(1)
+    daemon, client, kv = start(policy="market"), connect(), make_kv(1)
     client.put(kv)
     return daemon, client, kv
 
