@@ -8,6 +8,8 @@ from typing import Any, Protocol
 from blendkv.answer import Answer, AnswerStream
 from blendkv.blend import Mode
 from blendkv.engines.base import Engine, GenerationOptions
+from blendkv.market.base import Use
+from blendkv.market.context import using
 from blendkv.prompt import PromptBuilder
 from blendkv.retrieval.retriever import Retriever
 from blendkv.types import Prompt, Segment, as_token_ids
@@ -43,12 +45,18 @@ class ChatSession:
         The answers so far.
     """
 
-    def __init__(self, pipeline: Answers, mode: Mode, k: int) -> None:
+    def __init__(self, pipeline: Answers, mode: Mode, k: int, use: Use) -> None:
         self.answers: list[Answer] = []
+        self._use = use
         self._pipeline, self._mode, self._k = pipeline, mode, k
         self._seen: set[str] = set()
         self._earlier: tuple[Segment, ...] = ()
         self._conversation = pipeline.engine.conversation()
+
+    @property
+    def session(self) -> str:
+        """What ties the turns together for the store's policy; hints name it (`RagPipeline.hint`)."""
+        return self._use.session
 
     def ask(self, question: str, options: GenerationOptions | None = None) -> Answer:
         """Answer the next question.
@@ -67,11 +75,12 @@ class ChatSession:
             [s.chunk.token_ids for s in fresh], question
         )
         prompt = Prompt((*self._earlier, *turn.segments))
-        stream: AnswerStream = pipeline.answer(
-            prompt, self._mode, found, options, began=began, timings={"retrieve": retrieved},
-            conversation=self._conversation,
-        )  # fmt: skip
-        answer = stream.answer
+        with using(self._use):
+            stream: AnswerStream = pipeline.answer(
+                prompt, self._mode, found, options, began=began, timings={"retrieve": retrieved},
+                conversation=self._conversation,
+            )  # fmt: skip
+            answer = stream.answer
         self._remember(prompt, answer)
         self._seen.update(s.chunk.id for s in fresh)
         self.answers.append(answer)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import threading
 import time
+import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -17,25 +20,27 @@ from blendkv.answer import Answer, AnswerStream
 from blendkv.blend import Mode, parse_mode
 from blendkv.blend.gate import REASON, Gate
 from blendkv.chat import ChatSession
+from blendkv.claims import CODEC, check_store, claim, load_engine, start_planner
 from blendkv.config import parse_bytes
 from blendkv.daemon.opening import open_store
 from blendkv.engines.base import Conversation, Engine, GenerationOptions, Outcome, check_room
-from blendkv.errors import InputError, StoreMismatchError
+from blendkv.errors import InputError
 from blendkv.ingest import IngestProgress, IngestReport, Precompute, ingest
-from blendkv.library import store_codec
+from blendkv.market.context import using
+from blendkv.market.hints import Hint
+from blendkv.market.words import check_hint, use_of
 from blendkv.prompt import DEFAULT_SYSTEM, PromptBuilder
 from blendkv.retrieval.collection import Collection
 from blendkv.retrieval.embed import MINILM, Embedder, SentenceEmbedder
 from blendkv.retrieval.load import MAX_DOCUMENT_BYTES
 from blendkv.retrieval.retriever import HybridRetriever, RetrievedChunk, Retriever
-from blendkv.store.codecs import CODECS, RAW
+from blendkv.store.codecs import CODECS
 from blendkv.store.door import Store
 from blendkv.tenants import tenant_tag
 from blendkv.types import Prompt, RecipeKind
 
+__all__ = ["TOP_K", "RagPipeline", "check_store"]
 TOP_K = 6
-_CODEC = "codec"
-"""What the collection calls the codec of its chunk KVs; see `blendkv.library.store_codec`."""
 EngineName = Literal["torch", "vllm"]
 _log = logging.getLogger(__name__)
 
@@ -83,7 +88,10 @@ class RagPipeline:
         self.top_k = top_k
         self.fallbacks: dict[str, int] = {}
         self._noting = threading.Lock()
-        self._owned = ExitStack()
+        self._owned = ExitStack()  # what `close` closes, the last one first
+        if collection is not None:
+            self._owned.callback(collection.close)
+        self._owned.callback(store.close)
 
     @classmethod
     def from_store(
@@ -106,6 +114,7 @@ class RagPipeline:
         plan: bool = False,
         tenant: str | None = None,
         encrypt: bool | None = None,
+        policy: str | None = None,
     ) -> RagPipeline:
         """Open the store at ``path``, or make one, with ``model`` behind it.
 
@@ -148,6 +157,8 @@ class RagPipeline:
         encrypt
             Whether chunk KVs on disk are encrypted with the key in ``BLENDKV_ENCRYPTION_KEY``; by default as the store
             is, a new one is not. The corpus is not (docs/operations.md).
+        policy
+            What leaves the store first when it is full (docs/market.md); ``market`` by default. A daemon has its own.
 
         Raises
         ------
@@ -165,36 +176,48 @@ class RagPipeline:
         if codec is not None:
             CODECS.get(codec)
         limits = parse_bytes(memory), None if disk is None else parse_bytes(disk)
-        given = None if isinstance(engine, str) else engine
-        kind = engine if isinstance(engine, str) else ""
+        load = partial(load_engine, dtype=dtype, device=device, codec=codec, require_gate=require_gate)
         with ExitStack() as opened:
-            running = given
-            if running is None and model is not None:  # before a folder is made for a model that does not exist
-                running = opened.enter_context(closing(_load(kind, model, folder, dtype, device, codec, require_gate)))
-            store = open_store(folder, limits[0], limits[1], encrypt=encrypt)
+            running = None if isinstance(engine, str) else engine
+            if isinstance(engine, str) and model is not None:  # before a folder is made for a model that does not exist
+                running = opened.enter_context(closing(load(engine, model, folder)))
+            store = open_store(folder, limits[0], limits[1], encrypt=encrypt, policy=policy)
             opened.callback(store.close)
             collection = opened.enter_context(Collection(folder))
             if running is None:
+                assert isinstance(engine, str)
                 own = collection.get_meta("model") or "demo"
-                running = opened.enter_context(closing(_load(kind, own, folder, dtype, device, codec, require_gate)))
-            settings = _claim(collection, running, recipe, codec, system)
+                running = opened.enter_context(closing(load(engine, own, folder)))
+            settings = claim(collection, running, recipe, codec, system)
             if plan:
-                _start_planner(running, folder)
+                start_planner(running, folder)
             encoder = SentenceEmbedder(embedder or MINILM)
-            retriever = HybridRetriever(collection, encoder)
             pipeline = cls(
-                running, store, retriever, system=settings["system"], recipe=settings["recipe"],
-                codec=settings["codec"], mode=mode, top_k=top_k, collection=collection, embedder=encoder,
-                require_gate=require_gate, tenant=tag,
+                running, store, HybridRetriever(collection, encoder), **settings, mode=mode, top_k=top_k,
+                collection=collection, embedder=encoder, require_gate=require_gate, tenant=tag,
             )  # fmt: skip
             pipeline._owned = opened.pop_all()
         return pipeline
 
+    def for_tenant(self, tenant: str | None) -> RagPipeline:
+        """A pipeline like this one over a tenant's chunk KVs, with the salt in ``BLENDKV_TENANT_SALT``; None: nobody's.
+
+        Engine, store and corpus are this one's, and closed with it; what happens is counted together.
+
+        Raises
+        ------
+        InputError
+            If the name cannot be a tenant's, or the salt is missing.
+        """
+        own, other = self.library, copy.copy(self)
+        tag = tenant_tag(tenant)
+        other.library = self.engine.library(self.store, own.kind, self.prompts.prefix, own.recipe.codec, tag)
+        other.library.counts = own.counts
+        other._owned = ExitStack()
+        return other
+
     def close(self) -> None:
         """Write what waits to be written and close the store, and the engine if `from_store` loaded it."""
-        self.store.close()
-        if self.collection is not None:
-            self.collection.close()
         self._owned.close()
 
     def __enter__(self) -> RagPipeline:
@@ -222,7 +245,7 @@ class RagPipeline:
         """
         if self.collection is None or self.embedder is None:
             raise InputError("this pipeline has a retriever of its own and no collection; ingest with from_store(...)")
-        self.collection.set_meta(_CODEC, self.library.recipe.codec)
+        self.collection.set_meta(CODEC, self.library.recipe.codec)
         return ingest(
             self.collection, self.embedder, self.engine, self.library, sources, precompute=precompute,
             precompute_bytes=precompute_bytes, chunk_tokens=chunk_tokens, prune=prune,
@@ -246,6 +269,8 @@ class RagPipeline:
         k: int | None = None,
         where: Mapping[str, Any] | None = None,
         options: GenerationOptions | None = None,
+        workload: str | None = None,
+        session: str | None = None,
     ) -> AnswerStream:
         """Answer a question piece by piece.
 
@@ -261,6 +286,10 @@ class RagPipeline:
             Metadata that chunks must have, such as ``{"title": "lambda"}``.
         options
             How to decode.
+        workload, session
+            Whose work this is, for the store's policy (docs/market.md): its class, and what ties it to questions before
+            and after; words of 1 to 64 characters. By default what `blendkv.market.context.using` says, else ``rag``
+            and no session.
 
         Raises
         ------
@@ -270,11 +299,13 @@ class RagPipeline:
             If an argument cannot be used.
         """
         began = time.perf_counter()
+        use = use_of(workload, session, "rag")
         how = self.mode if mode is None else parse_mode(mode)
         sources = self.retriever.retrieve(question, self.top_k if k is None else k, where)
         retrieved = time.perf_counter() - began
         prompt = self.prompts.first([s.chunk.token_ids for s in sources], question)
-        return self.answer(prompt, how, sources, options, began=began, timings={"retrieve": retrieved})
+        with using(use):
+            return self.answer(prompt, how, sources, options, began=began, timings={"retrieve": retrieved})
 
     def answer(
         self,
@@ -333,9 +364,37 @@ class RagPipeline:
         if first:
             _log.warning("a prompt cannot be blended and is prefilled (said once per reason): %s", done.fallback)
 
-    def chat(self, *, mode: str | None = None, k: int | None = None) -> ChatSession:
-        """Start a conversation: later turns keep the blended history and blend only new chunks."""
-        return ChatSession(self, self.mode if mode is None else parse_mode(mode), self.top_k if k is None else k)
+    def chat(
+        self, *, mode: str | None = None, k: int | None = None, workload: str | None = None, session: str | None = None
+    ) -> ChatSession:
+        """Start a conversation: later turns keep the blended history and blend only new chunks.
+
+        Its class is ``chat`` and its session its own, unless they are given or current; see `stream`.
+        """
+        use = use_of(workload, session, "chat")
+        use = use if use.session else use._replace(session=uuid.uuid4().hex)
+        how, most = self.mode if mode is None else parse_mode(mode), self.top_k if k is None else k
+        return ChatSession(self, how, most, use)
+
+    def hint(self, session: str, what: Hint, ttl: float = 0.0) -> bool:
+        """Tell the store what a session is about to do; return whether a policy listens to that.
+
+        Parameters
+        ----------
+        session
+            As it was given to `stream` or `chat` (`ChatSession.session`).
+        what
+            ``tool_started``: it waits for a tool, for ``ttl`` seconds at most; ``tool_finished``; ``session_ended``.
+        ttl
+            Seconds, above 0, at most a day; only for ``tool_started``.
+
+        Raises
+        ------
+        InputError
+            If one of them cannot be used.
+        """
+        check_hint(session, what, ttl)
+        return self.store.hint(session, what, ttl)
 
     async def aask(self, question: str, **options: Any) -> Answer:
         """`ask`, without blocking the event loop."""
@@ -360,77 +419,9 @@ class RagPipeline:
                 yield piece
 
 
-def check_store(path: str | Path) -> None:
-    """Refuse a path that holds no store, so that commands that only read do not make one.
-
-    Raises
-    ------
-    InputError
-        If there is none.
-    """
-    if not any((Path(path) / name).is_file() for name in ("index.sqlite", "collection.sqlite")):
-        raise InputError(f"{path} holds no store; make one with: blendkv ingest CORPUS --store {path}")
-
-
 def _made_of(prompt: Prompt) -> str:
     """What the tokens of a context are, for an error."""
     chunks = [len(s.token_ids) for s in prompt.segments if s.kind == "chunk"]
     question = len(prompt.segments[-1].token_ids)
     rest = len(prompt) - sum(chunks) - question
     return f" ({sum(chunks)} in {len(chunks)} chunks, {question} in the question, {rest} beside them)"
-
-
-def _load(kind: str, model: str, store: Path, dtype: str, device: str, codec: str | None, require_gate: bool) -> Engine:
-    """Load an engine by its name; what an engine needs is imported with it."""
-    if kind == "torch":
-        from blendkv.engines.torch.engine import TorchEngine
-
-        return TorchEngine.load(model, dtype=dtype, device=device)
-    if kind == "vllm":
-        from blendkv.engines.vllm.engine import VllmEngine
-
-        connector = {"require_gate": require_gate, "codec": codec}
-        return VllmEngine.load(model, store=store, dtype=dtype, connector=connector)
-    raise InputError(f"unknown engine {kind!r}; allowed: torch, vllm")
-
-
-def _start_planner(engine: Engine, folder: Path) -> None:
-    from blendkv.engines.torch.warm_up import start_planner
-
-    start_planner(engine, folder)
-
-
-def _claim(
-    collection: Collection, engine: Engine, recipe: RecipeKind | None, codec: str | None, system: str | None
-) -> dict[str, Any]:
-    """Tie the collection to the model that makes its token ids, and return its recipe, codec and system message."""
-    made_by = collection.get_meta("fingerprint")
-    if made_by is not None and made_by != engine.fingerprint:
-        raise StoreMismatchError(
-            f"{collection.path} was made with model {collection.get_meta('model')!r} (fingerprint {made_by[:12]}), "
-            f"given {engine.name!r} ({engine.fingerprint[:12]}): use that model, or ingest into another store"
-        )
-    if recipe not in (None, "system", "bos"):
-        raise InputError(f"unknown recipe {recipe!r}; allowed: system, bos")
-    own = store_codec(collection.path, engine.fingerprint)
-    if made_by is not None and codec not in (None, own):
-        _log.warning(
-            "%s was ingested with codec %s, opened with %s: chunk KVs of the other codec never match, so they are "
-            "computed anew as they are needed; leave the codec out to use them, or ingest with it to change the store",
-            *(collection.path, own, codec),
-        )
-    settings = {
-        "recipe": recipe or collection.get_meta("recipe") or "system",
-        "system": system if system is not None else collection.get_meta("system", DEFAULT_SYSTEM),
-    }
-    if made_by is None:
-        values = {"fingerprint": engine.fingerprint, "model": engine.name, **settings}
-        if codec is None and own != RAW:
-            _log.warning(
-                "%s stores chunk KVs with codec %s: calibrate chose it for this model; another: ingest with --codec",
-                *(collection.path, own),
-            )
-            values[_CODEC] = own
-        for name, value in values.items():
-            collection.set_meta(name, value)
-    return {**settings, "codec": codec or own}

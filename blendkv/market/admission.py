@@ -2,30 +2,38 @@
 
 Waits are kept in proportion instead of in order: the request with the largest (time waited / target of its class) goes
 next (waiting-time priority, Dovrolis, Stiliadis and Ramanathan 1999). Under load a class with a target of 1 s waits a
-tenth as long as one with 10 s, and since every ratio grows as long as its request waits, nobody starves. A tenant that
-has had more than its share, and a request that would push out state worth more than itself, count their time slower; a
+tenth as long as one with 10 s. A request that would push out state worth more than itself counts its time slower; a
 session that was let in a moment ago, whose KV is still in memory, counts it faster.
+
+Proportions alone have no end: while sessions come back as soon as they are answered, whoever has a large target waits
+as many times longer as that target is larger. So a request that has waited `AdmissionSettings.longest` seconds, and
+`PATIENT` times as long as first come, first served would have made it wait, goes before all others of its tenant, in
+the order of arrival: from then on it waits only for those that came before it. Until then its share grows faster and
+faster, so that such requests do not come in herds, for which others would have to wait.
+
+Tenants come first of all: whoever has had least of the work goes next (`blendkv.market.shares`), whatever its class.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from blendkv.errors import InputError
 from blendkv.market.base import UNKNOWN
+from blendkv.market.shares import FairShares
 
 TARGETS: Mapping[str, float] = {"agent": 1.0, "chat": 1.0, "rag": 8.0, "single": 16.0, UNKNOWN: 4.0}
 """Seconds that a request of a class may wait as easily as one of another class waits its own."""
-_SHARE_HALF_LIFE = 60.0
-LEAST = 0.01
+PATIENT = 2.0
+LONGEST = 60.0
 _SLOWEST = 4.0
-"""A tenant over its share, or a costly newcomer, counts its time this much slower at most."""
-_WARM, _WARM_FOR = 2.0, 10.0
-"""A session counts its time so much faster for so many seconds after it was let in."""
+"""A costly newcomer counts its time this much slower at most."""
+_WARM_FOR = 10.0
+"""A session counts its time faster for so many seconds after it was let in."""
 
 
 class Applicant(NamedTuple):
@@ -77,7 +85,12 @@ class AdmissionSettings:
     patience
         A request is refused if its expected wait is longer than this many seconds; 0 never refuses.
     queue
-        Requests that may wait at once; 0 for no limit.
+        Requests of one tenant that may wait at once; 0 for no limit.
+    longest
+        Seconds that a request may have waited before it goes before others of its tenant, whatever their classes; later
+        where first come, first served itself would be so slow. 0: proportions alone decide.
+    warm
+        How many times faster a session counts its time that was let in a moment ago; 1: as any other.
 
     Raises
     ------
@@ -89,6 +102,8 @@ class AdmissionSettings:
     slots: int = 1
     patience: float = 0.0
     queue: int = 0
+    longest: float = LONGEST
+    warm: float = 2.0
 
     def __post_init__(self) -> None:
         for name, target in self.targets.items():
@@ -98,90 +113,122 @@ class AdmissionSettings:
             raise InputError(f"targets name no {UNKNOWN!r}; give one for requests of no known class")
         if self.slots < 1:
             raise InputError(f"slots is {self.slots}; at least 1 is allowed")
-        if not 0.0 <= self.patience < math.inf or self.queue < 0:
-            raise InputError(f"patience {self.patience} s, queue {self.queue}; 0 or more is allowed")
+        if not 0.0 <= self.patience < math.inf or self.queue < 0 or not 0.0 <= self.longest < math.inf:
+            raise InputError(
+                f"patience {self.patience} s, queue {self.queue}, longest {self.longest} s; 0 or more is allowed"
+            )
+        if not 1.0 <= self.warm < math.inf:
+            raise InputError(f"warm is {self.warm}; at least 1 is allowed")
+
+
+class _Place(NamedTuple):
+    """A request in its line: as which class it is treated, and when it goes before others."""
+
+    applicant: Applicant
+    workload: str
+    due: float
+
+
+class _Line:
+    """Who waits of one tenant, in the order of arrival, and the work that this is by class."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, _Place] = {}
+        self.work: dict[str, float] = {}
+
+    def add(self, place: _Place) -> None:
+        self.places[place.applicant.id] = place
+        self.work[place.workload] = self.work.get(place.workload, 0.0) + place.applicant.cost
+
+    def take(self, id: str) -> Applicant:
+        applicant, workload, _ = self.places.pop(id)
+        left = self.work.pop(workload, 0.0) - applicant.cost
+        if left > 1e-9:
+            self.work[workload] = left
+        return applicant
 
 
 class AdmissionQueue:
-    """Requests that wait, by class and tenant. Pure bookkeeping: the caller has the clock and the lock."""
+    """Requests that wait, by tenant. Pure bookkeeping: the caller has the clock and the lock."""
 
     def __init__(self, settings: AdmissionSettings | None = None) -> None:
         self.settings = settings or AdmissionSettings()
-        self._lines: OrderedDict[tuple[str, str], deque[Applicant]] = OrderedDict()
-        self._work: dict[str, float] = {}  # seconds of work that wait, by class
-        self._served: dict[str, float] = {}  # seconds of work done, by tenant, fading
-        self._faded = 0.0
+        self._lines: dict[str, _Line] = {}
+        self._shares = FairShares()
         self._warm: OrderedDict[str, float] = OrderedDict()  # when each session was let in last, by that
-        self._size = 0
 
     def __len__(self) -> int:
-        return self._size
+        return sum(len(line.places) for line in self._lines.values())
 
     def __iter__(self) -> Iterator[Applicant]:
         for line in self._lines.values():
-            yield from line
+            for place in line.places.values():
+                yield place.applicant
 
     def offer(self, applicant: Applicant) -> Refusal | None:
         """Let a request wait, or refuse it."""
-        workload = self.known(applicant.workload)
-        wait = self.expected_wait(workload)
-        if self.settings.queue and self._size >= self.settings.queue:
+        settings, tenant = self.settings, applicant.tenant
+        wait = self.expected_wait(applicant.workload, tenant)
+        line = self._lines.get(tenant)
+        if settings.queue and line is not None and len(line.places) >= settings.queue:
             return Refusal("queue_full", _whole(wait))
-        if self.settings.patience and wait > self.settings.patience:
-            return Refusal("overloaded", _whole(wait - self.settings.patience))
-        self._lines.setdefault((workload, applicant.tenant), deque()).append(applicant)
-        self._work[workload] = self._work.get(workload, 0.0) + applicant.cost
-        self._size += 1
+        if settings.patience and wait > settings.patience:
+            return Refusal("overloaded", _whole(wait - settings.patience))
+        due = applicant.arrived + self._bound(self._in_order(tenant))
+        if line is None:
+            line = self._lines[tenant] = _Line()
+            self._shares.enters(tenant)
+        line.add(_Place(applicant, self.known(applicant.workload), due))
         return None
 
-    def expected_wait(self, workload: str) -> float:
-        """Seconds that a request of the class that comes now will wait for what waits already.
+    def expected_wait(self, workload: str, tenant: str = "") -> float:
+        """Seconds that a request of the class and tenant that comes now will wait for what waits already.
 
-        By the conservation law: the mean wait, weighted by work, does not depend on the order; targets divide it.
+        By the conservation law: the mean wait, weighted by work, does not depend on the order; targets divide it, up to
+        the bound of the longest wait.
         """
-        total = sum(self._work.values())
-        if total <= 0.0:
+        line, in_order = self._lines.get(tenant), self._in_order(tenant)
+        if line is None or in_order <= 0.0:
             return 0.0
         targets = self.settings.targets
-        mean = sum(work * targets[name] for name, work in self._work.items()) / total
-        return total / self.settings.slots * targets[self.known(workload)] / mean
+        mean = sum(work * targets[name] for name, work in line.work.items()) / sum(line.work.values())
+        return min(in_order * targets[self.known(workload)] / mean, self._bound(in_order) + in_order)
 
     def next(self, now: float) -> Applicant | None:
         """Take the request that goes next; None if nobody waits."""
-        best = self._best(now)
-        if best is None:
+        if not self._lines:
             return None
-        (workload, tenant), applicant = best
-        line = self._lines[workload, tenant]
-        line.remove(applicant)
-        if not line:
-            del self._lines[workload, tenant]
-        self._gone(workload, applicant)
+        tenant = self._shares.first(self._lines)
+        applicant = self._lines[tenant].take(self._best(self._lines[tenant], now))
         self._note(applicant.session, now)
-        self._fade(now)
-        self._served[tenant] = self._served.get(tenant, 0.0) + applicant.cost
+        if not self._lines[tenant].places:
+            del self._lines[tenant]
+        self._shares.begins(tenant, applicant.cost, self._lines)
         return applicant
+
+    def corrected(self, tenant: str, seconds: float) -> None:
+        """A request took so many seconds more than its ``cost``, or less if negative: its tenant's share knows."""
+        self._shares.corrected(tenant, seconds)
 
     def leave(self, id: str) -> bool:
         """A request does not wait any longer, its client has gone; return whether it did."""
-        for (workload, tenant), line in self._lines.items():
-            for applicant in line:
-                if applicant.id == id:
-                    line.remove(applicant)
-                    if not line:
-                        del self._lines[workload, tenant]
-                    self._gone(workload, applicant)
-                    return True
+        for tenant, line in self._lines.items():
+            if id in line.places:
+                line.take(id)
+                if not line.places:
+                    del self._lines[tenant]
+                return True
         return False
 
     def why(self, applicant: Applicant, now: float) -> str:
         """What makes a request that waits wait: ``pressure``, ``share``, ``class``, or only ``capacity``."""
         if self._pressure(applicant) > 1.0:
             return "pressure"
-        if self._over_share(applicant.tenant, now) > 1.0:
+        if self._shares.behind(applicant.tenant, self._lines):
             return "share"
         mine = self.settings.targets[self.known(applicant.workload)]
-        if any(self.settings.targets[workload] < mine for workload, _ in self._lines):
+        waiting = {place.workload for place in self._lines[applicant.tenant].places.values()}
+        if any(self.settings.targets[workload] < mine for workload in waiting):
             return "class"
         return "capacity"
 
@@ -189,20 +236,35 @@ class AdmissionQueue:
         """The class as which a request of that tag is treated."""
         return workload if workload in self.settings.targets else UNKNOWN
 
-    def _best(self, now: float) -> tuple[tuple[str, str], Applicant] | None:
-        best, urgency = None, -1.0
-        for line, waiting in self._lines.items():
-            slow = self.settings.targets[line[0]] * self._over_share(line[1], now)
-            for applicant in waiting:
-                waited = max(0.0, now - applicant.arrived) + 1e-3  # all who came just now differ by their targets
-                found = waited * self._warmth(applicant, now) / (slow * self._pressure(applicant))
-                if found > urgency:
-                    best, urgency = (line, applicant), found
+    def _in_order(self, tenant: str) -> float:
+        """Seconds that a request that comes now would wait first come, first served within its tenant."""
+        line = self._lines.get(tenant)
+        if line is None:
+            return 0.0
+        return sum(line.work.values()) * len(self._lines) / self.settings.slots
+
+    def _bound(self, in_order: float) -> float:
+        """Seconds after which a request goes before others of its tenant."""
+        return max(self.settings.longest, PATIENT * in_order) if self.settings.longest else math.inf
+
+    def _best(self, line: _Line, now: float) -> str:
+        """Who goes next of a line: the first whose time has come, or else the most urgent one."""
+        best, urgency = "", -1.0
+        for id, (applicant, workload, due) in line.places.items():
+            if due <= now:
+                return id
+            waited = max(0.0, now - applicant.arrived)
+            left = 1.0 - waited / (due - applicant.arrived)  # what others are ahead by fades until its time has come
+            slow = self.settings.targets[workload] * self._pressure(applicant) * left
+            found = (waited + 1e-3) * self._warmth(applicant, now) / slow  # who came just now differ by their targets
+            if found > urgency:
+                best, urgency = id, found
         return best
 
     def _warmth(self, applicant: Applicant, now: float) -> float:
         """How much faster it counts its time because its session was let in a moment ago: its KV is still there."""
-        return _WARM if applicant.session and now - self._warm.get(applicant.session, -math.inf) < _WARM_FOR else 1.0
+        let_in = self._warm.get(applicant.session, -math.inf) if applicant.session else -math.inf
+        return self.settings.warm if now - let_in < _WARM_FOR else 1.0
 
     def _note(self, session: str, now: float) -> None:
         if session:
@@ -215,31 +277,6 @@ class AdmissionQueue:
         if applicant.evicts <= applicant.cost:
             return 1.0
         return min(_SLOWEST, applicant.evicts / max(applicant.cost, 1e-6))
-
-    def _over_share(self, tenant: str, now: float) -> float:
-        """How many times its fair share of the last minutes a tenant has had, 1 at least."""
-        self._fade(now)
-        rivals = {name for _, name in self._lines} | {tenant}
-        if len(rivals) == 1:
-            return 1.0
-        total = sum(self._served.get(name, 0.0) for name in rivals)
-        if total <= 0.0:
-            return 1.0
-        return min(_SLOWEST, max(1.0, self._served.get(tenant, 0.0) / total * len(rivals)))
-
-    def _fade(self, now: float) -> None:
-        if now > self._faded:
-            factor = 0.5 ** ((now - self._faded) / _SHARE_HALF_LIFE)
-            self._served = {name: kept for name, s in self._served.items() if (kept := s * factor) > 1e-6}
-            self._faded = now
-
-    def _gone(self, workload: str, applicant: Applicant) -> None:
-        self._size -= 1
-        left = self._work[workload] - applicant.cost
-        if left > 1e-9:
-            self._work[workload] = left
-        else:
-            del self._work[workload]
 
 
 def _whole(seconds: float) -> int:

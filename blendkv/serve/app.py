@@ -17,6 +17,7 @@ from blendkv.blend.gate import Gate
 from blendkv.errors import BlendKVError
 from blendkv.serve.backends import Backends
 from blendkv.serve.errors import ApiError, translate
+from blendkv.serve.hints import hint_routes
 from blendkv.serve.middleware import Accounts, Admission, Deadline, Key, Limits
 from blendkv.serve.rag import rag_routes
 from blendkv.serve.routes import openai_routes
@@ -34,7 +35,7 @@ def create_app(backends: Backends, settings: ServeSettings) -> FastAPI:
     Call it on the event loop that will serve.
     """
     service = Service(backends, settings)
-    admission = Admission(settings.max_requests, service.metrics)
+    admission = Admission(settings.max_requests, service.metrics, settings.tenants)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -47,11 +48,12 @@ def create_app(backends: Backends, settings: ServeSettings) -> FastAPI:
     _add_watching(app, service, admission)
     app.include_router(openai_routes(service))
     app.include_router(rag_routes(service))
-    if backends.plain is not None:
+    app.include_router(hint_routes(service))
+    if backends.plain is not None and not settings.clients:  # its other routes know nothing of tenants
         app.mount("/", backends.plain)
     # The last one added is the outermost.
     app.add_middleware(Limits, admission=admission, max_body_bytes=settings.max_body_bytes)
-    app.add_middleware(Key, key=settings.api_key)
+    app.add_middleware(Key, keys=settings.keys)
     app.add_middleware(Deadline, seconds=settings.request_timeout)
     app.add_middleware(Accounts, metrics=service.metrics)
     return app

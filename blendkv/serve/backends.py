@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from blendkv.errors import BlendKVError
 from blendkv.observe.collectors import ClientFacts, StoreFacts
 from blendkv.pipeline import RagPipeline
 from blendkv.serve.errors import ApiError
+from blendkv.serve.keys import Client
 from blendkv.serve.settings import DEFAULT_STORE
 from blendkv.store.door import Store
 from blendkv.store.index import Index
@@ -54,6 +55,20 @@ class Backends:
     shut_down: Callable[[], None] = lambda: None
     registry: Collector | None = None
     alive: Callable[[], bool] = lambda: True
+
+    def of(self, client: Client) -> Backends:
+        """What a client may use, over its tenant's own chunk KVs. It is not to be closed.
+
+        Raises
+        ------
+        InputError
+            If its tenant cannot be one.
+        """
+        if not client.tenant:
+            return self
+        allowed = self.stores.keys() if client.collections is None else client.collections
+        own = {name: p.for_tenant(client.tenant) for name, p in self.stores.items() if name in allowed}
+        return replace(self, stores=own)
 
     @property
     def default(self) -> str:

@@ -24,23 +24,28 @@ class Turn:
         Seconds until it was let in.
     reason
         What made it wait: ``pressure``, ``share``, ``class`` or ``capacity``; empty if nothing did.
+    use, tenant
+        Whose it is.
+    expected
+        Seconds of work that its tenant's share was charged when it was let in.
     """
 
     def __init__(self, door: Door, use: Use, tenant: str) -> None:
         self.waited = 0.0
         self.reason = ""
-        self._door, self._use, self._tenant = door, use, tenant
-        self._began = 0.0
+        self.use, self.tenant = use, tenant
+        self.expected = 0.0
+        self._door, self._began = door, 0.0
 
     async def __aenter__(self) -> Turn:
-        await self._door.wait(self, self._use, self._tenant)
+        await self._door.wait(self)
         self._began = self._door.now()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._door.leave(self._use.workload, self._door.now() - self._began if error is None else None)
+        self._door.leave(self, self._door.now() - self._began, error is None)
 
 
 class Door:
@@ -58,15 +63,15 @@ class Door:
         """Requests that wait."""
         return len(self._queue)
 
-    def turn(self, use: Use, tenant: str = "") -> Turn:
-        """A place for a request of that class and session."""
+    def turn(self, use: Use, tenant: str) -> Turn:
+        """A place for a request of that class, session and tenant."""
         return Turn(self, use, tenant)
 
     def now(self) -> float:
         """Seconds of the event loop's clock."""
         return asyncio.get_running_loop().time()
 
-    async def wait(self, turn: Turn, use: Use, tenant: str) -> None:
+    async def wait(self, turn: Turn) -> None:
         """Wait until there is a place.
 
         Raises
@@ -74,9 +79,11 @@ class Door:
         ApiError
             429, with the seconds after which to come again, if the wait would be too long.
         """
-        began, workload = self.now(), self._queue.known(use.workload)
-        cost = self._seconds.get(workload, _FIRST_GUESS)
-        applicant = Applicant(str(next(self._numbers)), workload, tenant, began, cost, session=use.session)
+        began, workload = self.now(), self._queue.known(turn.use.workload)
+        turn.expected = self._seconds.get(workload, _FIRST_GUESS)
+        applicant = Applicant(
+            str(next(self._numbers)), workload, turn.tenant, began, turn.expected, session=turn.use.session
+        )
         refusal = self._queue.offer(applicant)
         if refusal is not None:
             self._metrics.refused.labels(workload, refusal.reason).inc()
@@ -90,6 +97,7 @@ class Door:
             await place
         except asyncio.CancelledError:
             if not self._queue.leave(applicant.id):  # it was let in at the very moment
+                self._queue.corrected(turn.tenant, -turn.expected)
                 self._free += 1
                 self._let_in()
             raise
@@ -98,10 +106,11 @@ class Door:
         turn.waited = self.now() - began
         self._metrics.waited.labels(workload, turn.reason or "none").observe(turn.waited)
 
-    def leave(self, workload: str, seconds: float | None) -> None:
-        """A request is done, after so many seconds of work if it was done well."""
-        if seconds is not None:
-            workload = self._queue.known(workload)
+    def leave(self, turn: Turn, seconds: float, done: bool) -> None:
+        """A request has left the engine after so many seconds; those of one that was not ``done`` teach nothing."""
+        self._queue.corrected(turn.tenant, seconds - turn.expected)
+        if done:
+            workload = self._queue.known(turn.use.workload)
             known = self._seconds.get(workload, seconds)
             self._seconds[workload] = known + _SMOOTHING * (seconds - known)
         self._free += 1

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
+import math
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
@@ -17,13 +18,14 @@ from blendkv.observe.metrics import Metrics
 from blendkv.observe.tracing import Span
 from blendkv.observe.tracing import request as traced_request
 from blendkv.serve.errors import INVALID, ApiError, translate
+from blendkv.serve.keys import ANYBODY, Keys, client_of
 from blendkv.serve.stream import MEDIA_TYPE, error_event
 
 OPEN_PATHS = ("/health", "/metrics")
 """Neither key nor limits: probes and scrapers must get through."""
 _NO_DEADLINE = ("/v1/rag/ingest",)
 _ROUTES = re.compile(
-    r"/health|/metrics|/v1/(?:models|chat/completions|completions|rag/(?:ingest|query|documents))(?=/|$)"
+    r"/health|/metrics|/v1/(?:models|chat/completions|completions|rag/(?:ingest|query|documents)|blendkv/hint)(?=/|$)"
 )
 _ID = re.compile(rb"[\w.:-]{1,128}")
 _log = logging.getLogger(__name__)
@@ -127,25 +129,31 @@ class Deadline:
 
 
 class Key:
-    """Asks for the API key, in constant time."""
+    """Asks for an API key, and notes whose it is; without keys requests are anybody's."""
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self._app, self._key = app, None if key is None else key.encode()
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app, self._keys = app, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request that carries the key, refuse others with 401."""
-        if scope["type"] == "http" and self._key is not None and scope["path"] not in OPEN_PATHS:
+        client = ANYBODY
+        if scope["type"] == "http" and self._keys and scope["path"] not in OPEN_PATHS:
             word, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-            if not (hmac.compare_digest(given.strip(), self._key) and word.lower() == b"bearer"):
+            found = client_of(given.strip(), self._keys)
+            if found is None or word.lower() != b"bearer":
                 message = "wrong or missing API key; send the header Authorization: Bearer KEY"
                 error = ApiError(401, message, kind="authentication_error", code="invalid_api_key")
                 await error.response()(scope, receive, send)
                 return
+            client = found
+        scope.setdefault("state", {})["client"] = client
         await self._app(scope, receive, send)
 
 
 class Admission:
     """How many requests are running, and whether new ones are let in.
+
+    Each of ``tenants`` tenants may have its part of ``limit`` running, so that there is room for the others.
 
     Attributes
     ----------
@@ -153,9 +161,11 @@ class Admission:
         Set when the server is about to end: what runs goes on, new requests are refused.
     """
 
-    def __init__(self, limit: int, metrics: Metrics) -> None:
+    def __init__(self, limit: int, metrics: Metrics, tenants: int = 1) -> None:
         self._limit, self._metrics = limit, metrics
+        self._part = math.ceil(limit / tenants)
         self._running = 0
+        self._of: Counter[str] = Counter()
         self.draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -165,25 +175,28 @@ class Admission:
         """Requests that are being served."""
         return self._running
 
-    def refuse(self) -> ApiError | None:
-        """Why a new request is not let in, or None."""
+    def refuse(self, tenant: str) -> ApiError | None:
+        """Why a new request of a tenant is not let in, or None."""
         if self.draining:
             return ApiError(503, "the server is shutting down; ask another one", kind="service_unavailable",
                             code="draining")  # fmt: skip
-        if self._running >= self._limit:
-            message = f"{self._running} requests are running, as many as are allowed; come again"
+        if self._running >= self._limit or self._of[tenant] >= self._part:
+            running = min(self._running, self._of[tenant])
+            message = f"{running} requests are running, as many as are allowed; come again"
             return ApiError(429, message, kind="rate_limit_error", code="too_many_requests")
         return None
 
-    def enter(self) -> None:
+    def enter(self, tenant: str) -> None:
         """Count a request in."""
         self._running += 1
+        self._of[tenant] += 1
         self._metrics.running.inc()
         self._idle.clear()
 
-    def leave(self) -> None:
+    def leave(self, tenant: str) -> None:
         """Count it out."""
         self._running -= 1
+        self._of[tenant] -= 1
         self._metrics.running.dec()
         if self._running == 0:
             self._idle.set()
@@ -204,18 +217,19 @@ class Limits:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        refused = self._admission.refuse()
+        tenant = scope["state"]["client"].tenant
+        refused = self._admission.refuse(tenant)
         if refused is not None:
             await refused.response()(scope, receive, send)
             return
-        self._admission.enter()
+        self._admission.enter(tenant)
         try:
             body = await self._body(scope, receive)
             await self._app(scope, _Replayed(body, receive), send)
         except ApiError as error:
             await error.response()(scope, receive, send)
         finally:
-            self._admission.leave()
+            self._admission.leave(tenant)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         length = dict(scope["headers"]).get(b"content-length", b"0")

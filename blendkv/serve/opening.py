@@ -41,6 +41,7 @@ class Opening:
     require_gate: bool = False
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
     tenant: str | None = None
+    policy: str | None = None
 
 
 def model_of(opening: Opening) -> str:
@@ -103,6 +104,7 @@ def open_pipelines(opening: Opening, engine: Any, memory: str) -> dict[str, RagP
                 RagPipeline.from_store(
                     folder, mode=opening.mode, top_k=opening.top_k, embedder=opening.embedder, memory=memory,
                     disk=opening.disk, engine=engine, require_gate=opening.require_gate, tenant=opening.tenant,
+                    policy=opening.policy,
                 )
             )
             for name, folder in opening.stores.items()

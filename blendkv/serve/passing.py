@@ -11,14 +11,29 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from blendkv.observe.metrics import Metrics
 from blendkv.serve.door import Turn
-from blendkv.serve.errors import ApiError
+from blendkv.serve.errors import ApiError, unsupported
+from blendkv.tenants import tenant_tag
 
 
-def forwarded(body: bytes, parsed: dict[str, Any], model: str) -> bytes:
-    """The bytes to hand on: those that came, without what only BlendKV reads."""
-    if "blendkv" not in parsed and parsed.get("model", model) == model:
+def forwarded(body: bytes, parsed: dict[str, Any], model: str, tenant: str = "") -> bytes:
+    """The bytes to hand on: those that came, without what only BlendKV reads.
+
+    A tenant's request gets the tenant's salt in vLLM's prefix cache: how long a prefill takes must not tell of others'.
+
+    Raises
+    ------
+    ApiError
+        400 if a tenant's request says itself whose chunk KVs it wants.
+    """
+    if not tenant and "blendkv" not in parsed and parsed.get("model", model) == model:
         return body
-    return json.dumps({**{k: v for k, v in parsed.items() if k != "blendkv"}, "model": model}).encode()
+    handed_on = {**{k: v for k, v in parsed.items() if k != "blendkv"}, "model": model}
+    if tenant:
+        if parsed.get("kv_transfer_params") is not None:
+            raise unsupported("kv_transfer_params", "is not for tenants' keys; name a collection in blendkv instead")
+        salts = [tenant_tag(tenant), *([str(parsed["cache_salt"])] if parsed.get("cache_salt") else [])]
+        handed_on["cache_salt"] = "|".join(salts)
+    return json.dumps(handed_on).encode()
 
 
 class Passed(Response):

@@ -7,6 +7,7 @@ import json
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -36,11 +37,11 @@ class IngestStoppedError(BlendKVError):
 def rag_routes(service: Service) -> APIRouter:
     """``/v1/rag/ingest``, ``/v1/rag/query`` and ``/v1/rag/documents``."""
     router = APIRouter(prefix="/v1/rag")
-    backends = service.backends
-    ingesting = {name: asyncio.Lock() for name in backends.stores}
+    ingesting = {name: asyncio.Lock() for name in service.backends.stores}
 
     @router.post("/ingest")
     async def ingest(request: Request) -> JSONResponse:
+        backends = service.backends_of(request)
         asked = read(IngestRequest, await json_body(request))
         name = backends.store(asked.collection)
         async with ingesting[name]:
@@ -49,7 +50,7 @@ def rag_routes(service: Service) -> APIRouter:
 
     @router.post("/query")
     async def query(request: Request) -> JSONResponse:
-        body = await json_body(request)
+        backends, body = service.backends_of(request), await json_body(request)
         asked = read(QueryRequest, body)
         if asked.stream:
             raise ApiError(400, "a query is not streamed; use /v1/chat/completions with stream", param="stream")
@@ -58,7 +59,7 @@ def rag_routes(service: Service) -> APIRouter:
         mode = mode_of(pipeline, asked.mode, "mode")
         retrieval = Retrieval(k=asked.k, where=asked.where)
         options = asked.options(service.settings.max_tokens)
-        telemetry = Telemetry(name, str(mode), tag_of(request.headers, body, True))
+        telemetry = Telemetry(name, str(mode), tag_of(request.headers, body, True, request.state.client.tenant))
         start = partial(ask, pipeline, Question(asked.question), mode, retrieval, options)
         running = await service.answer(request, start, telemetry)
         answer = running.answer
@@ -70,15 +71,16 @@ def rag_routes(service: Service) -> APIRouter:
         )
 
     @router.get("/documents")
-    async def documents(collection: str | None = None) -> JSONResponse:
+    async def documents(request: Request, collection: str | None = None) -> JSONResponse:
+        backends = service.backends_of(request)
         name = backends.store(collection or True)
         return JSONResponse({"collection": name, **await service.thread(partial(_list, backends.stores[name]))})
 
     @router.delete("/documents/{document:path}")
-    async def delete(document: str, collection: str | None = None) -> JSONResponse:
-        name = backends.store(collection or True)
+    async def delete(request: Request, document: str, collection: str | None = None) -> JSONResponse:
+        name = service.backends_of(request).store(collection or True)
         async with ingesting[name]:
-            removed = await service.thread(partial(_delete, backends.stores[name], document))
+            removed = await service.thread(partial(_delete, service.everybodys(name), document))
         return JSONResponse({"collection": name, "id": document, "deleted": True, "chunk_kv_removed": removed})
 
     return router
@@ -122,15 +124,19 @@ def _list(pipeline: RagPipeline) -> dict[str, Any]:
     return {"object": "list", "data": data}
 
 
-def _delete(pipeline: RagPipeline, document: str) -> int:
-    """Remove a document and the KV of its chunks that no other document has; return how many KVs went."""
-    collection = pipeline.collection
+def _delete(pipelines: Sequence[RagPipeline], document: str) -> int:
+    """Remove a document from a store, and the KV of its chunks that no other has; return how many KVs went.
+
+    ``pipelines`` are all tenants' over that store: each has KV of its own.
+    """
+    collection = pipelines[0].collection
     if collection is None:
         raise InputError("this store has a retriever of its own and no documents to delete")
     if document not in set(collection.document_ids()):
         raise ApiError(404, f"there is no document {document!r:.200}; GET /v1/rag/documents lists them",
                        param="document", code="document_not_found")  # fmt: skip
-    gone = {pipeline.library.key(chunk.token_ids) for chunk in collection.chunks(document)}
+    libraries = [pipeline.library for pipeline in pipelines]
+    gone = {library.key(chunk.token_ids) for chunk in collection.chunks(document) for library in libraries}
     collection.remove_document(document)
-    kept = {pipeline.library.key(chunk.token_ids) for chunk in collection.chunks()}
-    return sum(pipeline.library.store.remove(key) for key in gone - kept)
+    kept = {library.key(chunk.token_ids) for chunk in collection.chunks() for library in libraries}
+    return sum(pipelines[0].store.remove(key) for key in gone - kept)

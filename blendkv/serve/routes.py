@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from blendkv.answer import AnswerStream
+from blendkv.serve.backends import Backends
 from blendkv.serve.errors import ApiError
 from blendkv.serve.openai import ChatRequest, CompletionRequest, Retrieval, Sampling, read
 from blendkv.serve.passing import Passed, forwarded
@@ -23,25 +24,25 @@ from blendkv.serve.tags import tag_of
 def openai_routes(service: Service) -> APIRouter:
     """``/v1/models``, ``/v1/chat/completions`` and ``/v1/completions``."""
     router = APIRouter()
-    backends = service.backends
 
     @router.get("/v1/models")
-    async def models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [_card(name) for name in backends.models]})
+    async def models(request: Request) -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [_card(name) for name in service.backends_of(request).models]})
 
     @router.get("/v1/models/{name:path}")
-    async def model(name: str) -> JSONResponse:
-        backends.target(name, None)  # refuses unknown names
+    async def model(request: Request, name: str) -> JSONResponse:
+        service.backends_of(request).target(name, None)  # refuses unknown names
         return JSONResponse(_card(name))
 
     @router.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         body = await json_body(request)
-        target, retrieval = _aim(service, body)
-        tag = tag_of(request.headers, body, target is not None)
+        backends, client = service.backends_of(request), request.state.client
+        target, retrieval = _aim(backends, body)
+        tag = tag_of(request.headers, body, target is not None, client.tenant)
         if target is None and backends.plain is not None:
-            handed_on = forwarded(await request.body(), body, backends.model)
-            turn = service.door.turn(tag.use)
+            handed_on = forwarded(await request.body(), body, backends.model, client.tenant)
+            turn = service.door.turn(tag.use, tag.tenant)
             return Passed(backends.plain, handed_on, service.metrics, turn, tag.headers())
         asked = read(ChatRequest, body)
         options = asked.options(service.settings.max_tokens)
@@ -57,11 +58,12 @@ def openai_routes(service: Service) -> APIRouter:
     @router.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await json_body(request)
-        target, retrieval = _aim(service, body)
-        tag = tag_of(request.headers, body, target is not None)
+        backends, client = service.backends_of(request), request.state.client
+        target, retrieval = _aim(backends, body)
+        tag = tag_of(request.headers, body, target is not None, client.tenant)
         if target is None and backends.plain is not None:
-            handed_on = forwarded(await request.body(), body, backends.model)
-            turn = service.door.turn(tag.use)
+            handed_on = forwarded(await request.body(), body, backends.model, client.tenant)
+            turn = service.door.turn(tag.use, tag.tenant)
             return Passed(backends.plain, handed_on, service.metrics, turn, tag.headers())
         asked = read(CompletionRequest, body)
         options = asked.options(service.settings.max_tokens)
@@ -80,7 +82,7 @@ def openai_routes(service: Service) -> APIRouter:
     return router
 
 
-def _aim(service: Service, body: dict[str, Any]) -> tuple[str | None, Retrieval]:
+def _aim(backends: Backends, body: dict[str, Any]) -> tuple[str | None, Retrieval]:
     """The store that a request means, None for none, and how to search it; the rest of the body is not read yet."""
     model, field = body.get("model", ""), body.get("blendkv")
     if not isinstance(model, str):
@@ -89,10 +91,10 @@ def _aim(service: Service, body: dict[str, Any]) -> tuple[str | None, Retrieval]
         raise ApiError(400, f"blendkv is a JSON {type(field).__name__}; an object is allowed", param="blendkv")
     retrieval = read(Retrieval, field or {}, "blendkv")
     asks = {name for name in ("mode", "k", "where") if getattr(retrieval, name) is not None}
-    target = service.backends.target(model, retrieval.collection)
+    target = backends.target(model, retrieval.collection)
     if target is None and asks:
         raise ApiError(400, f"blendkv has {', '.join(sorted(asks))} and no collection; add one, or true for "
-                       f"{service.backends.default!r}", param="blendkv.collection")  # fmt: skip
+                       f"{backends.default!r}", param="blendkv.collection")  # fmt: skip
     return target, retrieval
 
 

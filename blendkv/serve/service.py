@@ -21,6 +21,7 @@ from blendkv.errors import BlendKVError
 from blendkv.observe.collectors import CodecCollector
 from blendkv.observe.metrics import Metrics
 from blendkv.observe.tracing import carried, current
+from blendkv.pipeline import RagPipeline
 from blendkv.serve.backends import Backends
 from blendkv.serve.door import Door
 from blendkv.serve.errors import ApiError, translate
@@ -67,7 +68,17 @@ class Service:
         self._executor = ThreadPoolExecutor(settings.max_requests + _SPARE_THREADS, thread_name_prefix="blendkv-serve")
         slots = settings.slots or (1 if backends.serial else settings.max_requests)
         self.door = Door(settings.admission(slots), self.metrics)
+        self._views = {client: backends.of(client) for client in settings.keys.values()}
         self.stopping = threading.Event()
+
+    def backends_of(self, request: Request) -> Backends:
+        """What the client of a request may use."""
+        return self._views.get(request.state.client, self.backends)
+
+    def everybodys(self, store: str) -> list[RagPipeline]:
+        """The pipelines of all tenants over a store."""
+        views = (self.backends, *self._views.values())
+        return [view.stores[store] for view in views if store in view.stores]
 
     async def thread(self, call: Callable[[], Result]) -> Result:
         """Run a blocking call on a thread of the server's."""
@@ -93,7 +104,7 @@ class Service:
 
     def running(self, start: Callable[[], AnswerStream], tag: Tag) -> Running:
         """An answer in the making; see `Running`."""
-        return Running(start, self._executor, self.door.turn(tag.use), tag.use)
+        return Running(start, self._executor, self.door.turn(tag.use, tag.tenant), tag.use)
 
     async def answer(self, request: Request, start: Callable[[], AnswerStream], telemetry: Telemetry) -> Running:
         """Run a request to its end and count it.

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from blendkv.errors import InputError
-from blendkv.market.admission import TARGETS, AdmissionSettings
+from blendkv.market.admission import LONGEST, TARGETS, AdmissionSettings
 from blendkv.market.base import UNKNOWN
+from blendkv.serve.keys import ANYBODY, Keys
 
 KEY_VARIABLE = "BLENDKV_API_KEY"
 DEFAULT_STORE = "default"
@@ -26,10 +27,13 @@ class ServeSettings:
     ----------
     api_key
         What requests must carry as ``Authorization: Bearer KEY``; None lets everybody in.
+    clients
+        Instead of it, keys of tenants (`blendkv.serve.keys`).
     max_body_bytes
         Larger bodies are refused (413).
     max_requests
-        Requests served at once, those that wait for the engine included; more are refused (429).
+        Requests served at once, those that wait for the engine included; more are refused (429). With several tenants
+        each may have its part of them.
     request_timeout
         Seconds until a request is given up (504); 0 for no limit. Ingest is exempt.
     grace
@@ -43,6 +47,10 @@ class ServeSettings:
         first served.
     patience
         A request that is expected to wait longer than so many seconds is refused (429); 0: none is.
+    queue
+        Requests of one tenant that may wait for the engine; more are refused (429); 0: as many as are served.
+    longest
+        Seconds after which a request that waits goes before others, whatever their classes; 0: never.
     """
 
     api_key: str | None = field(default=None, repr=False)
@@ -54,10 +62,15 @@ class ServeSettings:
     slots: int = 0
     targets: Mapping[str, float] | None = field(default_factory=lambda: dict(TARGETS))
     patience: float = 0.0
+    queue: int = 0
+    longest: float = LONGEST
+    clients: Keys = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip() == self.api_key != ""):
             raise InputError("the API key is empty, has blanks around it or is not ASCII; give another one")
+        if self.api_key is not None and self.clients:
+            raise InputError(f"--api-keys is given, and --api-key or ${KEY_VARIABLE} too; give one of them")
         for name in ("max_body_bytes", "max_requests", "max_tokens"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; at least 1 is allowed")
@@ -70,8 +83,19 @@ class ServeSettings:
 
     def admission(self, slots: int) -> AdmissionSettings:
         """The knobs of the door."""
-        targets = {UNKNOWN: 1.0} if self.targets is None else self.targets
-        return AdmissionSettings(targets, slots, self.patience)
+        if self.targets is None:
+            return AdmissionSettings({UNKNOWN: 1.0}, slots, self.patience, self.queue, longest=0.0, warm=1.0)
+        return AdmissionSettings(self.targets, slots, self.patience, self.queue, self.longest)
+
+    @property
+    def keys(self) -> Keys:
+        """Clients by the keys that requests may carry; none: no key is asked for."""
+        return self.clients if self.api_key is None else {self.api_key: ANYBODY}
+
+    @property
+    def tenants(self) -> int:
+        """How many share the server."""
+        return max(1, len({client.tenant for client in self.clients.values()}))
 
 
 def key_from(option: str | None) -> str | None:

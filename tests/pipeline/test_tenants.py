@@ -7,7 +7,7 @@ import base64
 import pytest
 from tiny_hub import SYSTEM, BagEmbedder, write_corpus
 
-from blendkv.errors import InputError
+from blendkv.errors import InputError, StoreError
 from blendkv.pipeline import RagPipeline
 from blendkv.store import KVStore
 from blendkv.store.quotas import Quotas
@@ -52,6 +52,30 @@ def test_answers_are_the_same_and_chunks_are_apart(tmp_path, llama):
         # A system prefix each, behind which the chunks were computed.
         assert counts == {tenant_tag("acme"): computed + 1, tenant_tag("beta"): 4, "": 4}
         assert all(info.recipe.tenant in counts for info in store.ls())
+
+
+def test_a_pipeline_for_each_tenant_over_one_store(tmp_path, llama):
+    corpus, folder = write_corpus(tmp_path / "corpus"), tmp_path / "s"
+    with opened(folder, llama, None) as pipeline:
+        acme, beta = (pipeline.for_tenant(name) for name in ("acme", "beta"))
+        computed = acme.ingest([corpus], chunk_tokens=48).kv_computed
+        assert computed > 0
+        answers = [asked.ask(QUESTION) for asked in (acme, beta, beta)]
+        assert len({answer.text for answer in answers}) == 1
+        # What happens is counted together: one computes at ingest, the other as it asks, and then finds its own.
+        assert pipeline.library.counts is acme.library.counts is beta.library.counts
+        assert pipeline.library.counts.computed == computed + 3
+        acme.close()
+        assert beta.ask(QUESTION).mode == MODE, "the store is the first one's to close"
+        assert {info.recipe.tenant for info in pipeline.store.ls()} == {tenant_tag("acme"), tenant_tag("beta")}
+        pipeline.for_tenant(None).ask(QUESTION)
+        pipeline.store.flush()
+        assert "" in {info.recipe.tenant for info in pipeline.store.ls()}
+        with pytest.raises(InputError, match="tenant 'a/b'"):
+            pipeline.for_tenant("a/b")
+    pipeline.close()
+    with pytest.raises(StoreError):
+        beta.store.ls()
 
 
 def test_a_tenant_without_the_salt_makes_no_store(tmp_path, llama, monkeypatch):

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import random
 
 import pytest
 from serving import chat, check_error, until
+
+from blendkv.market.admission import AdmissionQueue, Applicant
+from blendkv.serve.settings import ServeSettings
 
 pytestmark = pytest.mark.asyncio
 PATH = "/v1/chat/completions"
@@ -76,6 +81,23 @@ async def test_a_chat_goes_before_single_shots_that_came_earlier(connect, script
     page = (await client.get("/metrics")).text
     workload = "unknown" if fifo else "single"
     assert f'blendkv_queue_seconds_count{{reason="capacity",workload="{workload}"}} {3 if fifo else 2}.0' in page
+
+
+async def test_first_come_first_served_knows_no_sessions_and_no_classes():
+    seed = 3
+    rng, door = random.Random(seed), AdmissionQueue(ServeSettings(targets=None).admission(1))
+    coming, now, arrived, served = 0, 0.0, [], []
+    for _ in range(400):
+        now += rng.expovariate(1.0)
+        if rng.random() < 0.5 + 0.4 * math.sin(coming / 20):
+            workload, session = rng.choice(["agent", "single", "x"]), rng.choice(["", "s", "t"])
+            door.offer(Applicant(str(coming), workload, "", now, rng.uniform(0.1, 30.0), session=session))
+            arrived.append(str(coming))
+            coming += 1
+        elif (taken := door.next(now)) is not None:
+            served.append(taken.id)
+    assert len(served) > 50, seed
+    assert served == arrived[: len(served)], seed
 
 
 async def test_what_waits_behind_a_class_with_less_patience_says_so(connect, script):

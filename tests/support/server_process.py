@@ -59,10 +59,10 @@ class Served:
 
 
 @contextmanager
-def serving(model: Path, store: Path, errors: Path, *options: object) -> Iterator[Served]:
-    """Start a server on a free port, wait until it is ready, and end it."""
+def serving(model: Path, store: Path, errors: Path, *options: object, **variables: str) -> Iterator[Served]:
+    """Start a server on a free port, wait until it is ready, and end it; ``variables`` are of its environment."""
     fixed = ("--model", model, "--store", store, "--port", 0, "--json", "--max-tokens", 8, "--top-k", 2)
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "BLENDKV_API_KEY": KEY}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "BLENDKV_API_KEY": KEY, **variables}
     with errors.open("w") as log:
         process = subprocess.Popen(
             [*COMMAND, "serve", *(str(o) for o in (*fixed, *options))], stdout=subprocess.PIPE, stderr=log, text=True,

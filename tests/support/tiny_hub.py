@@ -106,10 +106,15 @@ def write_corpus(folder: Path, topics: Sequence[str] = tuple(TOPICS), repeat: in
 
 
 def open_pipeline(
-    folder: Path, engine: TorchEngine, memory: int = 1 << 30, disk: int | None = None, **options: Any
+    folder: Path,
+    engine: TorchEngine,
+    memory: int = 1 << 30,
+    disk: int | None = None,
+    policy: str = "market",
+    **options: Any,
 ) -> RagPipeline:
     """A pipeline from parts, over the store in ``folder``, with the bag embedder."""
-    store = KVStore.open(folder, memory_bytes=memory, disk_bytes=disk)
+    store = KVStore.open(folder, memory_bytes=memory, disk_bytes=disk, policy=policy)
     collection = Collection(folder)
     embedder = BagEmbedder()
     options = {"system": SYSTEM, "top_k": 3, **options}
