@@ -17,8 +17,10 @@ from blendkv.engines.vllm import arguments, extension
 from blendkv.engines.vllm.arguments import engine_arguments, own_dtype, require_vllm, transfer_config
 from blendkv.engines.vllm.generation import VllmGeneration
 from blendkv.engines.vllm.loop import EngineLoop
-from blendkv.engines.vllm.requests import cache_salt, outcome_of, sampling_arguments, transfer_params
+from blendkv.engines.vllm.requests import cache_salt, outcome_of, plain_params, sampling_arguments, transfer_params
 from blendkv.errors import EngineError, InputError, MissingDependencyError, StoreFullError, UnsupportedModelError
+from blendkv.market.base import Use
+from blendkv.market.context import using
 from blendkv.types import Prompt, Recipe, Segment, as_token_ids
 
 BLEND = parse_mode("blend:strided@0.3")
@@ -53,6 +55,23 @@ def test_what_the_connector_is_told(conversation, workload):
     assert told["segments"] == [["system", 2], ["chunk", 3], ["query", 2]]
     assert parse_mode(told["mode"]) == BLEND
     assert (told["recipe"], told["workload"]) == ("system", workload)
+
+
+@pytest.mark.parametrize("conversation", [False, True])
+def test_whose_work_it_is_goes_with_the_request(conversation):
+    usual = "chat" if conversation else "rag"
+    assert plain_params(conversation)["blendkv"] == {"mode": "full", "workload": usual}
+    with using(Use("agent", "loop:1")):
+        told = transfer_params(PROMPT, BLEND, SYSTEM, conversation)["blendkv"]
+        assert (told["workload"], told["session"]) == ("agent", "loop:1")
+        assert plain_params(conversation)["blendkv"] == {"mode": "full", "workload": "agent", "session": "loop:1"}
+    with using(Use("agent", "two words")), pytest.raises(InputError, match="session is 'two words'"):
+        plain_params(conversation)  # the connector would refuse to blend
+
+
+def test_how_long_the_scheduler_held_it_is_reported():
+    outcome = outcome_of(BLEND, {"blendkv": {**SAID, "held_seconds": 1.5, "held_for": "expected"}}, 0.5)
+    assert (outcome.seconds["held"], outcome.seconds["prepare"]) == (1.5, 0.5)
 
 
 def test_salts_keep_blends_apart():

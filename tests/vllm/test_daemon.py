@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from dataclasses import replace
@@ -128,19 +129,19 @@ def test_a_daemon_that_hangs_is_not_waited_for(served, expected):
 @pytest.mark.parametrize("how", HOW)
 def test_a_daemon_killed_while_it_loads(served, expected, monkeypatch, how):
     """Where a chunk is known by its tokens it is computed instead; what was only found in the store is prefilled."""
-    running, read, killed = served.running, LentReader.layer, []
+    running, read, killed = served.running, LentReader._parts, []
     plain = running.ask()
     served.lose()
     served.begin(before=STUCK_DISK.format(layer=2))
 
-    def layer(self, index):
-        if index == 2 and not killed:
+    def parts(self, index):
+        if index >= 2 and not killed:
             killed.append(self.key)
             served.daemon.kill()
         return read(self, index)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LentReader, "layer", layer)
+        patch.setattr(LentReader, "_parts", parts)
         found = running.ask(mode="reuse", salt=f"during-{how}", segments=HOW[how])
     assert killed
     if how == "boundaries":
@@ -151,6 +152,21 @@ def test_a_daemon_killed_while_it_loads(served, expected, monkeypatch, how):
         assert close(found, plain)
     served.begin()
     assert agree(answers(running, f"after-{how}"), expected)
+
+
+def test_what_a_blend_has_read_is_given_back_at_its_end(served):
+    """At once, not when cycles are collected: until then it could not be evicted."""
+    running = served.running
+    running.ask(mode="reuse", salt="back-1", segments=HOW["boundaries"])
+    gc.collect()
+    gc.disable()
+    try:
+        running.ask(mode="blend:head_query@0.3", salt="back-2", segments=HOW["boundaries"])
+        assert running.told["outcome"] == "blended"
+        with DaemonStore(running.folder / "store", DEADLINE) as client:
+            eventually(lambda: client.daemon_stats().loans == 0)
+    finally:
+        gc.enable()
 
 
 def test_a_torch_client_and_vllm_share_a_daemon(served, expected):

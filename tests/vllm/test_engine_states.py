@@ -47,7 +47,7 @@ def test_abort_while_waiting_for_the_store(tmp_path, monkeypatch):
         blended = running.ask(mode="reuse", salt="a")
         with monkeypatch.context() as slow:
             slow.setattr(KVStore, "in_memory", lambda self, key: False)
-            slow.setattr("blendkv.engines.vllm.prefetch.Prefetcher.ready", lambda self, request_id, chunks: False)
+            slow.setattr("blendkv.engines.vllm.prefetch.Prefetcher.ready", lambda self, request_id, chunks, use: False)
             prompt, params = running.request(mode="reuse", salt="b")
             core = running.llm.llm_engine
             core.add_request("waits", prompt, params)

@@ -16,6 +16,7 @@ from blendkv.engines.vllm.plan import Facts, Planner
 from blendkv.engines.vllm.scheduler import BlendScheduler
 from blendkv.engines.vllm.settings import ConnectorSettings
 from blendkv.errors import InputError, StoreError
+from blendkv.market.base import NOBODY, Use
 from blendkv.matching import Match
 from blendkv.tenants import tenant_tag
 from blendkv.types import Recipe, as_token_ids, chunk_key
@@ -50,9 +51,11 @@ class Ahead:
     def __init__(self):
         self.done = True
         self.dropped: list[str] = []
+        self.uses: dict[str, Use] = {}
         self.error: Exception | None = None
 
-    def ready(self, request_id, chunks):
+    def ready(self, request_id, chunks, use):
+        self.uses[request_id] = use
         if self.error is not None:
             raise self.error
         return self.done
@@ -315,6 +318,25 @@ def test_what_the_worker_says():
     assert world.scheduler.finished(request)["reason"] == "model"
 
 
+def test_words_of_clients_do_not_become_labels_and_reach_the_work():
+    world = World()
+    for number, workload in enumerate(("agent", "made-up", "also.made.up", "chat")):
+        request = world.request(f"{number}", world.chunks(3), workload=workload, session="s:1")
+        _, work = world.step(request)
+        assert world.ahead.uses[request.request_id] == work.loads[0].use == Use(workload, "s:1")
+        world.scheduler.finished(request)
+    assert world.scheduler.stats.data["workloads"] == {"agent": 1, "other": 2, "chat": 1}
+
+
+def test_a_missing_chunk_is_computed_once_for_whoever_asked_first():
+    world = World(min_saving=-1)
+    chunks = world.chunks(1, kept=False)
+    for number, session in enumerate("ab"):
+        world.scheduler.matched(world.request(f"{number}", chunks, workload="agent", session=session), 0)
+    computes = world.scheduler.metadata({}).computes
+    assert [(compute.chunks, compute.use) for compute in computes] == [((tuple(chunks[0]),), Use("agent", "a"))]
+
+
 def test_an_aborted_request_is_forgotten():
     world = World()
     world.ahead.done = False
@@ -346,7 +368,7 @@ def test_what_was_read_is_not_read_again(tmp_path):
         store.get = lambda key, ids: reads.append(key) or get(key, ids)
         ahead = Prefetcher(store, 10.0, remembered_bytes=2 * kvs[0].nbytes)
         for number, kv in enumerate((*kvs, kvs[2], kvs[1], kvs[0])):
-            while not ahead.ready(f"r{number}", [(kv.key, kv.token_ids)]):
+            while not ahead.ready(f"r{number}", [(kv.key, kv.token_ids)], NOBODY):
                 time.sleep(0.01)
         assert reads == [kv.key for kv in (*kvs, kvs[0])]
         ahead.close()
@@ -363,6 +385,11 @@ def test_what_was_read_is_not_read_again(tmp_path):
         ({"store": "s", "min_saving": 1}, "less than 1"),
         ({"store": "s", "compute_tokens": "x"}, "wrong type"),
         ({"store": "s", "require_gate": "yes"}, "require_gate is 'yes'; true or false"),
+        ({"store": "s", "admission": 1}, "admission is 1; true or false"),
+        ({"store": "s", "targets": {"rag": 2.0}}, "without admission"),
+        ({"store": "s", "admission": True, "targets": {"rag": -1.0}}, "target of class 'rag' is -1.0"),
+        ({"store": "s", "admission": True, "targets": {"rag": "x"}}, "wrong type"),
+        ({"store": "s", "policy": "best"}, "best"),
         ({"store": "s", "require_gate": True, "ignore_gate": True}, "both set"),
     ],
 )

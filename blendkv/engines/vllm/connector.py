@@ -26,6 +26,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from blendkv.blend.gate import Gate
 from blendkv.engines.fingerprint import fingerprint_folder
 from blendkv.engines.vllm import stores
+from blendkv.engines.vllm.admission import Admission
+from blendkv.engines.vllm.holdings import Holdings
 from blendkv.engines.vllm.messages import BlendMetadata, Load, WorkerReport, reason_of
 from blendkv.engines.vllm.plan import Facts, Planner
 from blendkv.engines.vllm.plugin import activate
@@ -62,6 +64,8 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         _check(vllm_config)
         self.settings = ConnectorSettings.read(self._kv_transfer_config.kv_connector_extra_config)
+        if self.settings.admission and not vllm_config.cache_config.enable_prefix_caching:
+            raise InputError("the connector's admission is on without prefix caching: turn enable_prefix_caching on")
         self.outcomes: Counter[str] = Counter()
         self._report = WorkerReport()
         self._failed_blocks: set[int] = set()
@@ -73,7 +77,8 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: BlendScheduler | None = None
         self._apart = vllm_config.parallel_config.distributed_executor_backend != "uni"  # workers are other processes
         idle_memory = self._apart and role == KVConnectorRole.SCHEDULER
-        self._store = stores.acquire(self.settings.store, 0 if idle_memory else self.settings.memory_bytes)
+        memory = 0 if idle_memory else self.settings.memory_bytes
+        self._store = stores.acquire(self.settings.store, memory, self.settings.policy)
         self._closed = False
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = self._make_scheduler()
@@ -117,6 +122,16 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None
         return self._scheduler
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Look into vLLM's prefix cache from now on, if requests may be held back for what lies there."""
+        if self.settings.admission:
+            sizes = [group.kv_cache_spec.block_size for group in self._kv_cache_config.kv_cache_groups]
+            self.scheduler.admission = Admission(Holdings(gpu_block_pool, sizes), self.settings.targets)
+
+    def on_new_request(self, request: Any) -> None:
+        """A request waits from now on."""
+        self.scheduler.arrived(request)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """All of the prompt but its last token, if the request is to be blended; None while that is not known yet."""
         return self.scheduler.matched(request, num_computed_tokens), False
@@ -138,7 +153,7 @@ class BlendConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request; say in its ``kv_transfer_params`` what became of it."""
-        done = self.scheduler.finished(request)
+        done = self.scheduler.finished(request, block_ids)
         return False, None if done is None else {"blendkv": done}
 
     def has_pending_push_work(self) -> bool:

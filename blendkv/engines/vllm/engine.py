@@ -21,7 +21,7 @@ from blendkv.engines.vllm.arguments import engine_arguments, require_vllm
 from blendkv.engines.vllm.generation import VllmGeneration
 from blendkv.engines.vllm.library import WorkerLibrary
 from blendkv.engines.vllm.loop import EngineLoop
-from blendkv.engines.vllm.requests import cache_salt, sampling_arguments, transfer_params
+from blendkv.engines.vllm.requests import cache_salt, plain_params, sampling_arguments, transfer_params
 from blendkv.errors import BlendKVError, EngineError, InputError, ModelLoadError, UnsupportedModelError
 from blendkv.library import Library
 from blendkv.store.door import Store
@@ -258,8 +258,10 @@ class VllmEngine:
             arguments["extra_args"] = {"kv_transfer_params": params}
             name = None if conversation is None else conversation.name
             inputs["cache_salt"] = cache_salt(prompt, asked, library.recipe, name)
-        elif library.recipe.tenant:  # nor is KV of a full prefill shared between tenants: its time would tell of it
-            inputs["cache_salt"] = library.recipe.tenant
+        else:
+            arguments["extra_args"] = {"kv_transfer_params": plain_params(conversation is not None)}
+            if library.recipe.tenant:  # nor is KV of a full prefill shared between tenants: its time would tell of it
+                inputs["cache_salt"] = library.recipe.tenant
         sampling = SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA)
         known = Outcome(
             "full" if asked is None else str(asked), None, *fallback, {"prepare": time.perf_counter() - began}

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from blendkv.blend import BlendSettings
 from blendkv.engines.vllm.parallel import PeerFaultError
 from blendkv.errors import DamagedChunkError, InputError, StoreError, UnsupportedModelError
+from blendkv.market.base import NOBODY, Use
 from blendkv.types import Prompt, RecipeKind, Segment, as_token_ids
 
 
@@ -59,7 +60,8 @@ class Load:
     """A request to blend: its tokens but the last, cut into pieces, and the blocks that its KV goes to.
 
     ``block_ids`` has one tuple per KV cache group. ``written`` tokens are in the blocks already (a local hit) and are
-    not written again. ``recipe`` says how chunks without a key are computed, ``tenant`` (a tag) whose they are.
+    not written again. ``recipe`` says how chunks without a key are computed, ``tenant`` (a tag) whose they are, ``use``
+    whose work this is.
     """
 
     request_id: str
@@ -70,6 +72,7 @@ class Load:
     block_ids: tuple[tuple[int, ...], ...]
     written: int
     tenant: str = ""
+    use: Use = NOBODY
 
     def prompt(self) -> Prompt:
         """The tokens, cut into segments."""
@@ -83,12 +86,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Compute:
-    """Chunks whose KV the store lacks, to be computed alone behind a recipe's prefix and stored."""
+    """Chunks whose KV the store lacks, to be computed alone behind a recipe's prefix and stored, for ``use``."""
 
     recipe: RecipeKind
     prefix: tuple[int, ...]
     chunks: tuple[tuple[int, ...], ...]
     tenant: str = ""
+    use: Use = NOBODY
 
     @property
     def tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,14 +12,15 @@ from blendkv.blend import BlendSettings, parse_mode
 from blendkv.engines.vllm.messages import Compute, NotBlendedError, Piece
 from blendkv.engines.vllm.settings import ConnectorSettings
 from blendkv.errors import InputError
+from blendkv.market.base import Use
+from blendkv.market.words import check_word
 from blendkv.matching import Match
 from blendkv.store.codecs import RAW
 from blendkv.store.door import Store
 from blendkv.types import Recipe, RecipeKind, TokenIds, as_token_ids, check_tenant, chunk_key
 
 KINDS = ("system", "chunk", "history", "query")
-WORKLOADS = ("rag", "chat", "agent", "single")
-_FIELDS = ("segments", "mode", "recipe", "workload", "tenant")
+_FIELDS = ("segments", "mode", "recipe", "workload", "session", "tenant")
 
 
 class Finder(Protocol):
@@ -49,13 +50,13 @@ class Plan:
 
     ``missing`` are chunks whose KV has to be computed; ``stored`` lists (key, token ids) of what is read. ``rows``
     counts the tokens that the blend runs through the model (missing chunks not included), ``reused`` those whose KV
-    is stored.
+    is stored. ``use`` says whose work it is.
     """
 
     pieces: tuple[Piece, ...]
     settings: BlendSettings
     mode: str
-    workload: str
+    use: Use
     recipe: RecipeKind
     missing: Compute
     stored: tuple[tuple[str, TokenIds], ...]
@@ -99,7 +100,7 @@ class Planner:
             if not isinstance(wanted, dict) or set(wanted) - set(_FIELDS):
                 raise InputError(f"blendkv parameters are {wanted!r}; a mapping of {', '.join(_FIELDS)} is allowed")
             mode = parse_mode(wanted.get("mode", self._settings.default_mode))
-            workload = _one_of("workload", wanted.get("workload", "rag"), WORKLOADS)
+            use = use_of(wanted)
             recipe = wanted.get("recipe")
             recipe = None if recipe is None else _one_of("recipe", recipe, ("system", "bos"))
             tenant = check_tenant(wanted.get("tenant", self._facts.tenant))
@@ -113,9 +114,9 @@ class Planner:
         self._check(request, str(mode), tenant)
         ids = as_token_ids(request.prompt_token_ids[:-1])  # the last token is left to vLLM
         if segments is None:
-            return self._by_content(ids, mode.settings, str(mode), workload, tenant)
+            return self._by_content(ids, mode.settings, str(mode), use, tenant)
         cut = (*segments[:-1], (segments[-1][0], segments[-1][1] - 1))
-        return self._by_boundaries(ids, cut, mode.settings, str(mode), workload, recipe, tenant)
+        return self._by_boundaries(ids, cut, mode.settings, str(mode), use, recipe, tenant)
 
     def _check(self, request: Any, mode: str, tenant: str) -> None:
         """Refuse what is not blended, and settings that the salt does not name."""
@@ -147,7 +148,7 @@ class Planner:
         segments: Sequence[tuple[str, int]],
         settings: BlendSettings,
         mode: str,
-        workload: str,
+        use: Use,
         recipe: RecipeKind | None,
         tenant: str,
     ) -> Plan:
@@ -179,10 +180,10 @@ class Planner:
         pieces = tuple(Piece(k, n) for k, n in segments)
         chunk_tokens = sum(n for k, n in segments if k == "chunk")
         rows = fresh + _selected(settings, chunk_tokens, segments[-1][1])
-        wanted = Compute(kind, behind.prefix, tuple(missing.values()), tenant)
-        return Plan(pieces, settings, mode, workload, kind, wanted, tuple(stored), rows, reused, tenant)
+        wanted = Compute(kind, behind.prefix, tuple(missing.values()), tenant, use)
+        return Plan(pieces, settings, mode, use, kind, wanted, tuple(stored), rows, reused, tenant)
 
-    def _by_content(self, ids: TokenIds, settings: BlendSettings, mode: str, workload: str, tenant: str) -> Plan:
+    def _by_content(self, ids: TokenIds, settings: BlendSettings, mode: str, use: Use, tenant: str) -> Plan:
         """Chunks where the finder sees them; all else is fresh."""
         last = len(ids) - 1  # the question keeps one token at least
         pieces: list[Piece] = []
@@ -202,7 +203,22 @@ class Planner:
         fresh = sum(p.tokens for p in pieces if p.key is None)
         rows = fresh + _selected(settings, reused, pieces[-1].tokens)
         nothing = Compute("bos", (), ())
-        return Plan(tuple(pieces), settings, mode, workload, "bos", nothing, tuple(stored), rows, reused, tenant)
+        return Plan(tuple(pieces), settings, mode, use, "bos", nothing, tuple(stored), rows, reused, tenant)
+
+
+def use_of(wanted: Mapping[str, Any]) -> Use:
+    """Whose work a request is, as its ``blendkv`` parameters say.
+
+    Raises
+    ------
+    InputError
+        If its class or session is no word of 1 to 64 characters.
+    """
+    session = wanted.get("session")
+    return Use(
+        check_word("workload", wanted.get("workload", "rag")),
+        "" if session is None else check_word("session", session),
+    )
 
 
 def _salted(salt: str, mode: str, tenant: str) -> bool:

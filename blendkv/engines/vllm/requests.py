@@ -11,6 +11,7 @@ import numpy as np
 
 from blendkv.blend import BlendSummary, Mode
 from blendkv.engines.base import GenerationOptions, Outcome
+from blendkv.market.words import check_word, use_of
 from blendkv.types import Prompt, Recipe
 
 FINISH_REASONS = {"stop": "stop", "length": "length"}
@@ -29,11 +30,24 @@ def sampling_arguments(options: GenerationOptions, room: int) -> dict[str, Any]:
 
 
 def transfer_params(prompt: Prompt, mode: Mode, recipe: Recipe, in_conversation: bool) -> dict[str, Any]:
-    """``kv_transfer_params`` of a request that is to be blended; see `blendkv.engines.vllm.connector`."""
+    """``kv_transfer_params`` of a request that is to be blended; see `blendkv.engines.vllm.connector`.
+
+    Whose work it is comes from `blendkv.market.context.current_use`.
+    """
     segments = [[s.kind, len(s.token_ids)] for s in prompt.segments]
-    workload = "chat" if in_conversation else "rag"
-    told = {"segments": segments, "mode": str(mode), "recipe": recipe.kind, "workload": workload}
-    return {"blendkv": {**told, "tenant": recipe.tenant}}
+    told = {"segments": segments, "mode": str(mode), "recipe": recipe.kind, "tenant": recipe.tenant}
+    return {"blendkv": {**told, **_tags(in_conversation)}}
+
+
+def plain_params(in_conversation: bool) -> dict[str, Any]:
+    """``kv_transfer_params`` of a request for full prefill: only whose work it is, for the scheduler's admission."""
+    return {"blendkv": {"mode": "full", **_tags(in_conversation)}}
+
+
+def _tags(in_conversation: bool) -> dict[str, str]:
+    use = use_of(None, None, "chat" if in_conversation else "rag")
+    told = {"workload": use.workload, **({"session": use.session} if use.session else {})}
+    return {name: check_word(name, word) for name, word in told.items()}  # else the connector would refuse the blend
 
 
 def cache_salt(prompt: Prompt, mode: Mode, recipe: Recipe, conversation: str | None) -> str:
@@ -65,6 +79,8 @@ def outcome_of(mode: Mode, params: Mapping[str, Any] | None, prepared: float) ->
     """
     said = (params or {}).get("blendkv") or {}
     outcome, seconds = said.get("outcome"), {"prepare": prepared}
+    if "held_seconds" in said:  # the scheduler held it back for the sake of others
+        seconds["held"] = float(said["held_seconds"])
     if outcome == "blended":
         report = _summary(said)
         return Outcome(str(mode), report, None, (), seconds | (dict(report.stages) if report else {}))

@@ -25,16 +25,14 @@ from blendkv.errors import UnsupportedModelError
 from blendkv.kernels import AttentionParams, Statistic
 
 
-class _Proxy:
-    """Stands for one attention layer in the forward context of a session."""
+class _Impl:
+    """Stands for the implementation of one attention layer in a session."""
 
     def __init__(self, layer: Attention, index: int, session: AttentionSession) -> None:
-        self.kv_cache = layer.kv_cache
-        self.impl = SimpleNamespace(forward=self._forward)
         self._params = attention_params(layer)
         self._index, self._session = index, session
 
-    def _forward(
+    def forward(
         self,
         layer: Any,
         query: torch.Tensor,
@@ -120,7 +118,10 @@ class VllmRunner:
     ) -> torch.Tensor | None:
         """Run rows under a session; see `ModelRunner.forward`. Of several ranks, only rank 0 may get logits."""
         context = create_forward_context(None, self._config, skip_compiled=True)
-        proxies = {name: _Proxy(layer, index, session) for name, (index, layer) in self._attention.items()}
+        proxies = {
+            name: SimpleNamespace(kv_cache=layer.kv_cache, impl=_Impl(layer, index, session))
+            for name, (index, layer) in self._attention.items()
+        }
         context.no_compile_layers = {**context.no_compile_layers, **proxies}
         with set_current_vllm_config(self._config), override_forward_context(context):
             try:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from blendkv.blend import parse_mode
 from blendkv.blend.gate import REASON, Gate
+from blendkv.engines.vllm.admission import Admission, Held
 from blendkv.engines.vllm.messages import BlendMetadata, Compute, Load, NotBlendedError, WorkerReport, reason_of
 from blendkv.engines.vllm.plan import Plan, Planner
 from blendkv.engines.vllm.prefetch import Prefetcher
 from blendkv.engines.vllm.settings import ConnectorSettings
 from blendkv.engines.vllm.stats import BlendStats
+from blendkv.market.base import NOBODY, Use
 from blendkv.types import RecipeKind
 
+_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _DECODE_TOKENS = 16
 """A request that runs more tokens than this in a step is prefilling; a step without one has time for other work."""
@@ -30,7 +33,7 @@ class _State:
 
     plan: Plan | None = None
     mode: str | None = None
-    workload: str | None = None
+    use: Use | None = None
     reason: str | None = None
     computing: bool = False
     loaded: bool = False
@@ -44,6 +47,7 @@ class _Missing:
     prefix: tuple[int, ...]
     chunk: tuple[int, ...]
     tenant: str
+    use: Use = field(default=NOBODY, compare=False)  # of whoever asked first: it is computed once
 
 
 class BlendScheduler:
@@ -64,6 +68,8 @@ class BlendScheduler:
 
     Attributes
     ----------
+    admission
+        Who is held back for the sake of others; None: nobody is.
     stats
         Figures since they were last taken.
     outcomes
@@ -82,6 +88,7 @@ class BlendScheduler:
     ) -> None:
         self.outcomes: Counter[str] = Counter()
         self.stats = BlendStats()
+        self.admission: Admission | None = None
         self._settings, self._planner, self._prefetcher = settings, planner, prefetcher
         self._step_tokens, self._refresh = step_tokens, refresh
         self._states: dict[str, _State] = {}
@@ -109,6 +116,8 @@ class BlendScheduler:
 
     def matched(self, request: Any, computed: int) -> int | None:
         """Tokens behind the ``computed`` ones that a blend will provide; None to be asked again in the next step."""
+        if self._admission(lambda admission: admission.holds(request, computed), False):
+            return None
         state = self._states.get(request.request_id)
         if state is None:
             state = self._states[request.request_id] = self._new_state(request)
@@ -124,6 +133,21 @@ class BlendScheduler:
             self._give_up(state, reason_of(error), error)
         return 0
 
+    def arrived(self, request: Any) -> None:
+        """A request waits from now on."""
+        self._admission(lambda admission: admission.arrives(request), None)
+
+    def _admission(self, ask: Callable[[Admission], _T], otherwise: _T) -> _T:
+        if self.admission is None:
+            return otherwise
+        try:
+            return ask(self.admission)
+        except Exception as error:  # an error here would end the engine
+            self.admission = None
+            self.outcomes["admission_off"] += 1
+            _log.warning("admission failed and is off, no request is held back from now on: %s", error, exc_info=error)
+            return otherwise
+
     def _new_state(self, request: Any) -> _State:
         state = _State()
         try:
@@ -134,7 +158,7 @@ class BlendScheduler:
             if state.plan is None:
                 state.reason = "plain"
                 return state
-            state.mode, state.workload = state.plan.mode, state.plan.workload
+            state.mode, state.use = state.plan.mode, state.plan.use
             if self._refused is not None:
                 state.plan, state.reason = None, self._refused
             elif (why := self._gate.check(parse_mode(state.plan.mode))) is not None:
@@ -153,7 +177,7 @@ class BlendScheduler:
         """
         if not state.computing:
             self._check_worth(plan, wanted, computed)
-        if not self._prefetcher.ready(request_id, plan.stored):
+        if not self._prefetcher.ready(request_id, plan.stored, plan.use):
             return None
         if not state.computing:
             state.computing = True
@@ -194,12 +218,14 @@ class BlendScheduler:
     def _give_up(self, state: _State, reason: str, why: object) -> None:
         """Full prefill for this request; why is said once per reason, and counted when the request ends."""
         state.plan, state.reason = None, reason
-        if reason not in self._warned and reason not in ("prefix", "nothing_stored", "little_stored"):
+        if reason not in self._warned and reason not in ("mode", "prefix", "nothing_stored", "little_stored"):
             self._warned.add(reason)
             _log.warning("prefilled in full (%s; said once per reason): %s", reason, why)
 
     def allocated(self, request: Any, block_ids: tuple[list[int], ...], external: int) -> None:
         """A request got its blocks; ``external`` of its tokens are the blend's."""
+        taken = [block_id for group in block_ids for block_id in group]
+        self._admission(lambda admission: admission.begins(request, taken), None)
         state = self._states.get(request.request_id)
         if state is None or state.plan is None or external == 0:
             return
@@ -208,8 +234,9 @@ class BlendScheduler:
         ids = tuple(request.prompt_token_ids[:total])
         blocks = tuple(tuple(group) for group in block_ids)
         written = total - external
+        whose = plan.tenant, plan.use
         self._loads.append(
-            Load(request.request_id, ids, plan.pieces, plan.recipe, plan.settings, blocks, written, plan.tenant)
+            Load(request.request_id, ids, plan.pieces, plan.recipe, plan.settings, blocks, written, *whose)
         )
         self._rows += plan.rows
         state.loaded = True
@@ -239,27 +266,38 @@ class BlendScheduler:
             if (state := self._states.get(request_id)) is not None:
                 state.report = done
 
-    def finished(self, request: Any) -> dict[str, Any] | None:
-        """Forget a request and say what became of it; None for one that asked for nothing."""
+    def finished(self, request: Any, block_ids: Sequence[Sequence[int]] = ()) -> dict[str, Any] | None:
+        """Forget a request and say what became of it, in its blocks; None for one that asked for nothing."""
+        left = [block_id for group in block_ids for block_id in group]
+        held = self._admission(lambda admission: admission.ends(request, left), None)
+        if held is not None:
+            self.stats.add("held", held.reason, 1)
+            self.stats.add("held_seconds", held.reason, held.seconds)
         self._prefetcher.drop(request.request_id)
         state = self._states.pop(request.request_id, None)
-        if state is None:  # aborted before it was looked at
+        if state is None:  # aborted before it was looked at, or while it was held back
             return None
         blended = state.loaded and state.failure is None
         reason = None if blended else state.failure or state.reason or "aborted"
         self.outcomes["blended" if blended else str(reason)] += 1
         outcome = "blended" if blended else "prefix" if reason == "prefix" else "full"
         done = (state.report or {}) if blended else {}
-        self.stats.record("blended" if blended else str(reason), done, state.workload)
-        return None if reason == "plain" else {"outcome": outcome, "reason": reason, "mode": state.mode, **done}
+        self.stats.record("blended" if blended else str(reason), done, state.use)
+        if reason == "plain" and held is None:
+            return None
+        return {"outcome": outcome, "reason": reason, "mode": state.mode, **done, **_told(held)}
 
     def close(self) -> None:
         """Stop reading ahead."""
         self._prefetcher.close()
 
 
+def _told(held: Held | None) -> dict[str, Any]:
+    return {} if held is None else {"held_seconds": held.seconds, "held_for": held.reason}
+
+
 def _items(missing: Compute) -> list[_Missing]:
-    return [_Missing(missing.recipe, missing.prefix, chunk, missing.tenant) for chunk in missing.chunks]
+    return [_Missing(missing.recipe, missing.prefix, chunk, missing.tenant, missing.use) for chunk in missing.chunks]
 
 
 def _take(queue: OrderedDict[_Missing, None], tokens: int) -> list[_Missing]:
@@ -274,8 +312,10 @@ def _take(queue: OrderedDict[_Missing, None], tokens: int) -> list[_Missing]:
 
 
 def _grouped(items: list[_Missing]) -> list[Compute]:
-    """One `Compute` per recipe."""
-    groups: dict[tuple[RecipeKind, tuple[int, ...], str], list[tuple[int, ...]]] = {}
+    """One `Compute` per recipe and user."""
+    groups: dict[tuple[RecipeKind, tuple[int, ...], str, Use], list[tuple[int, ...]]] = {}
     for item in items:
-        groups.setdefault((item.recipe, item.prefix, item.tenant), []).append(item.chunk)
-    return [Compute(recipe, prefix, tuple(chunks), tenant) for (recipe, prefix, tenant), chunks in groups.items()]
+        groups.setdefault((item.recipe, item.prefix, item.tenant, item.use), []).append(item.chunk)
+    return [
+        Compute(recipe, prefix, tuple(chunks), tenant, use) for (recipe, prefix, tenant, use), chunks in groups.items()
+    ]

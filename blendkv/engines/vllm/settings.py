@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from blendkv.blend import parse_mode
 from blendkv.blend.gate import DEFAULT_MODE
 from blendkv.config import parse_bytes
 from blendkv.errors import InputError
+from blendkv.market.admission import TARGETS, AdmissionSettings
+from blendkv.market.policies import POLICIES
 from blendkv.store.codecs import CODECS
 from blendkv.tenants import tenant_tag
 
@@ -48,6 +50,14 @@ class ConnectorSettings:
         Blend whatever the verdict says: for measuring a model again.
     tenant
         Name of the tenant whose chunks requests use that name none (`blendkv.tenants`); without it, those of none.
+    policy
+        By which rule that memory gives chunks up (`blendkv.market.policies`); None: the usual one. Not a daemon's.
+    admission
+        Hold requests back that would push out of vLLM's prefix cache what is worth more than they are
+        (`blendkv.engines.vllm.admission`).
+    targets
+        With ``admission``: seconds that a request of a workload class is held at most, where they are not
+        `blendkv.market.admission.TARGETS`.
     """
 
     store: Path
@@ -62,15 +72,20 @@ class ConnectorSettings:
     require_gate: bool = False
     ignore_gate: bool = False
     tenant: str | None = None
+    policy: str | None = None
+    admission: bool = False
+    targets: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         parse_bytes(self.memory)
         if self.codec is not None:
             CODECS.get(self.codec)
+        if self.policy is not None:
+            POLICIES.get(self.policy)
         if parse_mode(self.default_mode).name not in ("reuse", "blend"):
             raise InputError(f"the connector's mode is {self.mode!r}; give reuse or blend:SELECTOR@BUDGET")
         tenant_tag(self.tenant)  # a name that cannot be one is refused before a model is loaded
-        for name in ("require_gate", "ignore_gate"):
+        for name in ("require_gate", "ignore_gate", "admission"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"the connector's {name} is {getattr(self, name)!r}; true or false is allowed")
         if self.require_gate and self.ignore_gate:
@@ -79,6 +94,9 @@ class ConnectorSettings:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise InputError(f"the connector's {name} is {value}; more than 0 is allowed")
+        if self.targets and not self.admission:
+            raise InputError("the connector's targets are given without admission; set admission to true, or drop them")
+        AdmissionSettings({**TARGETS, **self.targets})  # likewise
         if not self.min_saving < 1:
             raise InputError(f"the connector's min_saving is {self.min_saving}; less than 1 is allowed")
 

@@ -8,24 +8,31 @@ from typing import Any
 from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from blendkv.market.base import Use
+from blendkv.market.classes import BUILT_IN
+
 _FAMILIES = {
     "requests": ("vllm:blendkv_requests", "Requests by outcome: blended, prefix, plain, or why prefilled.", "outcome"),
     "workloads": ("vllm:blendkv_workload_requests", "Requests that asked for a blend, by workload.", "workload"),
     "tokens": ("vllm:blendkv_tokens", "Prompt tokens of blended requests: reused, recomputed, fresh.", "kind"),
     "seconds": ("vllm:blendkv_stage_seconds", "Seconds of blending by stage.", "stage"),
+    "held": ("vllm:blendkv_held", "Requests held back for what they would have pushed out, by who uses it.", "reason"),
+    "held_seconds": ("vllm:blendkv_held_seconds", "Seconds that requests were held back.", "reason"),
     "bytes": ("vllm:blendkv_loaded_bytes", "Bytes of stored KV taken in.", "source"),
 }
 """By name in the statistics: the metric, its documentation, its label."""
+_CLASSES = frozenset(known.name for known in BUILT_IN)
+"""Workload classes that have a label of their own: words that clients make up must not become labels."""
 
 
 class BlendStats(KVConnectorStats):
     """Sums since they were last taken: ``data[family][label]``; see ``_FAMILIES``."""
 
-    def record(self, outcome: str, report: Mapping[str, Any], workload: str | None) -> None:
+    def record(self, outcome: str, report: Mapping[str, Any], use: Use | None) -> None:
         """Add a finished request."""
         self.add("requests", outcome, 1)
-        if workload is not None:
-            self.add("workloads", workload, 1)
+        if use is not None:
+            self.add("workloads", use.workload if use.workload in _CLASSES else "other", 1)
         if "reusable_tokens" not in report:
             return
         recomputed = report["recomputed_tokens"]

@@ -12,11 +12,14 @@ _OPEN: dict[Path, tuple[Store, int]] = {}
 _LOCK = threading.Lock()
 
 
-def acquire(folder: Path, memory_bytes: int) -> Store:
-    """Open the store, or join the one that is open; give it back with `release`."""
+def acquire(folder: Path, memory_bytes: int, policy: str | None = None) -> Store:
+    """Open the store, or join the one that is open; give it back with `release`.
+
+    ``policy`` is that of a store in this process; None: the usual one.
+    """
     path = folder.absolute()
     with _LOCK:
-        store, users = _OPEN.get(path) or (open_store(path, memory_bytes), 0)
+        store, users = _OPEN.get(path) or (open_store(path, memory_bytes, policy=policy), 0)
         _OPEN[path] = store, users + 1
         return store
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.config import VllmConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from blendkv.blend import BlendReport, BlendSettings, blend, collect
+from blendkv.daemon.pinning import pin_for
 from blendkv.engines.base import KVSource
 from blendkv.engines.vllm.messages import Compute, Load, Piece
 from blendkv.engines.vllm.pages import PagedLayer, PagedSink, paged_layers
@@ -20,6 +22,7 @@ from blendkv.engines.vllm.plugin import loaded_model
 from blendkv.engines.vllm.runner import VllmRunner
 from blendkv.errors import StoreError, UnsupportedModelError
 from blendkv.library import ChunkLibrary, PromptSource
+from blendkv.market.context import using
 from blendkv.matching import SlicedReader
 from blendkv.store.base import ChunkReader
 from blendkv.store.codecs import RAW
@@ -62,6 +65,7 @@ class BlendWorker:
         self.bos_token_id = bos_token_id(config)
         self._libraries: dict[tuple[RecipeKind, bytes, str], ChunkLibrary] = {}
         self._layers: list[PagedLayer] = paged_layers(self.runner.attention, kv_cache_config)
+        self._pins = pin_for(store, self.runner.device)
 
     def collect(self, recipe: Recipe, chunks: Sequence[TokenIds], prefix: ChunkKV | None) -> list[ChunkKV]:
         """Compute chunk KVs alone; see `blendkv.blend.collect`."""
@@ -81,7 +85,7 @@ class BlendWorker:
     def compute(self, work: Compute) -> int:
         """Compute and store the chunks that the store lacks; returns how many."""
         ranks = self.runner.ranks
-        with ranks.together():
+        with using(work.use), ranks.together():
             library = self.library(work.recipe, as_token_ids(work.prefix), work.tenant)
             wanted = [as_token_ids(chunk) for chunk in work.chunks]
             missing = ranks.decide(lambda: [not library.has(ids) for ids in wanted])
@@ -97,8 +101,12 @@ class BlendWorker:
         """
         prompt = load.prompt()
         sink = PagedSink(self._layers, load, self.runner)
-        with self.runner.ranks.together(), self._source(load, prompt) as source:
-            return blend(self.runner, prompt, source, sink, load.settings)
+        with using(load.use), self.runner.ranks.together(), self._source(load, prompt) as source:
+            try:
+                return blend(self.runner, prompt, source, sink, load.settings)
+            finally:
+                if self._pins:  # copies from page-locked memory go on by themselves, and its owner may let go of it now
+                    torch.cuda.synchronize(self.runner.device)
 
     def prefill(self, load: Load) -> None:
         """Write the exact KV of one request into its pages: every token computed fresh."""
