@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from blendkv.cli.bench_market import market
+from blendkv.cli.bench_market import market, market_live
 from blendkv.cli.bench_vllm import MemoryShare, bench_serve, count, names, ttft_vllm
 from blendkv.cli.common import Device, Dtype, Json, describe_machine, emit, err, number, out, table
 from blendkv.config import format_bytes
@@ -22,6 +22,7 @@ app = typer.Typer(help="Measured ratios, in one run, with hardware and versions.
 
 app.command("serve")(bench_serve)
 app.command("market")(market)
+app.command("market-live")(market_live)
 
 
 @app.callback()

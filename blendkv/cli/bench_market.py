@@ -1,4 +1,4 @@
-"""`blendkv bench market`."""
+"""`blendkv bench market` and `blendkv bench market-live`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from blendkv.errors import InputError
 
 if TYPE_CHECKING:
     from blendkv.eval.bench.market import MarketResult
+    from blendkv.eval.bench.market_live_rows import LiveResult
+    from blendkv.eval.bench.market_live_settings import LiveSettings
     from blendkv.eval.bench.rows import Row
     from blendkv.market.costs import CostModel
 
@@ -74,6 +76,66 @@ def market(
         out.print(describe_machine(), soft_wrap=True)
     if result.problems:
         raise typer.Exit(1)
+
+
+def market_live(
+    model: Annotated[str, typer.Option(help="Model folder, hub id, or demo.")] = "demo",
+    policies: Annotated[str | None, typer.Option(help="Comma-separated; ratios are to the first.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="A round each; the reporting seeds by default.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Requests of a round.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Requests per second.")] = None,
+    speed: Annotated[float | None, typer.Option(help="Gaps and think times are divided by it.")] = None,
+    share: Annotated[float | None, typer.Option(help="Limit of memory and of disk, of the KV of all passages.")] = None,
+    mode: Annotated[str | None, typer.Option(help="Mode spec of every request.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of the server.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One short round: whether it works.")] = False,
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """The same mixed load on `blendkv serve` under each policy: TTFT by class, side by side."""
+    from blendkv.eval.bench.market_live import run_market_live
+    from blendkv.eval.bench.market_live_settings import LiveSettings
+
+    given: dict[str, Any] = {
+        "policies": None if policies is None else names(policies),
+        "seeds": None if seeds is None else [count(text, "seeds") for text in names(seeds)],
+        "requests": requests, "rate": rate, "speed": speed, "share": share, "mode": mode, "threads": threads,
+    }  # fmt: skip
+    given = {name: value for name, value in given.items() if value is not None}
+    settings = LiveSettings.quick(**given) if quick else LiveSettings(**given)
+    tell = (lambda line: None) if as_json else (lambda line: err.print(line, markup=False))
+    result = run_market_live(model, settings, dtype, tell)
+    if as_json:
+        more = {"model": model, "settings": asdict(settings), "rounds": result.rounds}
+        emit("bench market-live", result.rows, **more, problems=result.problems, notes=result.notes)
+    else:
+        _show_live(result, settings)
+    if result.problems:
+        raise typer.Exit(1)
+
+
+def _show_live(result: LiveResult, settings: LiveSettings) -> None:
+    columns = (
+        "class", "policy", "requests", "p50 TTFT ms", "p99 TTFT ms", "look-up and computing s", "found whole",
+        "p50 ratio", "p99 ratio",
+    )  # fmt: skip
+    cells = [
+        (
+            r["class"], r["policy"], r["requests"], number(r["p50_ttft_ms"], 0), number(r["p99_ttft_ms"], 0),
+            number(r["prepare_s"], 1), number(r["found_whole"], 2), number(r["p50_speedup"], 2),
+            number(r["p99_speedup"], 2),
+        )
+        for r in result.rows
+    ]  # fmt: skip
+    table(f"{settings.mode}, seeds {', '.join(map(str, settings.seeds))}", columns, cells)
+    heads = ("seed", "policy", "hits", "computed", "hit rate", "evicted from memory", "from disk", "refused by price")
+    counted = ("hits", "computed", "hit_rate", "memory_evictions", "disk_evictions", "refused_by_price")
+    table(
+        "what the servers counted", heads, [(r["seed"], r["policy"], *(r[c] for c in counted)) for r in result.rounds]
+    )
+    for line in (*(f"refused: {p}" for p in result.problems), *result.notes):
+        out.print(line, soft_wrap=True, markup=False)
+    out.print(f"with {settings.threads} threads: {describe_machine()}", soft_wrap=True)
 
 
 def _share(text: str) -> float:

@@ -66,13 +66,13 @@ class CostModel:
 
 
 def given() -> CostModel:
-    """An 8B model in bfloat16 on one GPU with KV in host memory, from public figures.
+    """An 8B model in bfloat16 on one GPU with KV in host memory, from public figures and two assumptions.
 
     Llama-3.1-8B has 32 layers, 8.03e9 weights of which 1.05e9 are embedding tables, and 32 query heads of 128: a
     token's prefill takes 2 x 6.98e9 = 1.40e10 FLOPs, a (query, key) pair 4 x 32 x 4,096 = 5.24e5. An H100 SXM does
-    9.89e14 dense bfloat16 FLOPs per second (data sheet), of which about half is reached in prefill: 4.95e14. So a token
+    9.89e14 dense bfloat16 FLOPs per second (data sheet), of which prefill is assumed to reach half: 4.95e14. So a token
     takes 1.40e10 / 4.95e14 = 28.2 us, a pair 1.06 ns. KV is 2 x 32 x 8 x 128 x 2 B = 131,072 B per token. PCIe 5.0 x16
-    carries 63 GB/s, of which copies from pinned memory reach about 50 GB/s; 20 us are allowed for starting a load.
+    carries 63 GB/s each way, of which copies are assumed to reach 50 GB/s; 20 us are allowed for starting a load.
     """
     flops = 0.5 * 9.89e14
     return CostModel(

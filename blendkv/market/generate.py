@@ -107,12 +107,17 @@ def generate(name: str, seed: int, length: int = LENGTH, rate: float = RATE) -> 
     recipe = TRACES.get(name)
     if length < 1 or not 0.0 < rate < 1e6:
         raise InputError(f"a trace of {length} requests at {rate} per second; both must be above 0")
-    random = Random(seed)  # for all names: wrong tags, for instance, come on the same requests as right ones
-    requests = list(_merged(recipe, random, length, rate))
+    requests = draw(recipe, seed, length, rate)
     engines = f"{rate / ENGINE_RATE:.2g} engines with {ENGINE_RATE:g} requests/s each"
     about = f"{name}, seed {seed}, {length:,} requests of {engines}: {recipe.describe()}"
     trace = Trace(name, tuple(requests), about)
     return mislabel(trace, recipe.mislabelled, seed) if recipe.mislabelled else trace
+
+
+def draw(recipe: Recipe, seed: int, length: int, rate: float) -> list[Request]:
+    """The requests of a recipe, tagged right, by arrival; see `generate`."""
+    # One seed for all recipes: wrong tags, for instance, come on the same requests as right ones.
+    return list(_merged(recipe, Random(seed), length, rate))
 
 
 def mislabel(trace: Trace, share: float, seed: int) -> Trace:

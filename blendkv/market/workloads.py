@@ -1,4 +1,8 @@
-"""Four kinds of load, session by session, with lengths and gaps from public studies; see each class."""
+"""Four kinds of load, session by session.
+
+Lengths and gaps are chosen, in the range of what public studies of such loads describe; each class says what rests on
+one and what does not.
+"""
 
 from __future__ import annotations
 
@@ -81,10 +85,10 @@ TOOLS = (
 class Agents:
     """Agent loops: a system prompt with tools that all agents of a type share, a task, then turn after tool's result.
 
-    Lengths follow trajectories on SWE-bench (SWE-agent, Yang et al. 2024: a median of 12 steps for solved tasks, more
-    for others; observations of some hundred tokens). Tools differ by orders of magnitude in how long they take
-    (Continuum, Li et al. 2025). With each call the session says that a tool works, with that tool's timeout, which some
-    calls exceed.
+    Lengths are chosen: a loop of a dozen or two dozen steps, each with a tool's result of some hundred tokens. Many
+    tool calls are over long before a person would have answered, and how long they take varies (Continuum, Li et al.
+    2025); the three kinds of tool and their times are chosen. With each call the session says that a tool works, with
+    that tool's timeout, which some calls exceed.
     """
 
     types: int = 6
@@ -132,9 +136,10 @@ class Agents:
 class Chats:
     """Chat: a shared system prompt, then messages and answers, with time to think between them.
 
-    Message and answer lengths have about the means of WildChat (Zhao et al. 2024: 295 and 441 tokens). Its chats and
-    LMSYS-Chat-1M's (Zheng et al. 2024) have 2 to 2.5 turns in the mean; products that keep their users have more, and
-    5 is taken. What follows a turn comes within minutes if at all (Wang et al. 2025, KVCache in the wild).
+    WildChat (Zhao et al. 2024: 1 million chats, over 2.5 million turns) has 2.5 turns in the mean; a product that keeps
+    its users has more, and 5 is chosen. So are the lengths (messages of 150 tokens in the median, answers of 330) and
+    the time to think. That kinds of requests differ in when their KV is used again, and each by itself is predictable,
+    is from a large provider's traces (Wang et al. 2025, KVCache in the wild).
     """
 
     prompts: int = 4
@@ -177,9 +182,9 @@ class Chats:
 class Corpora:
     """RAG: a corpus's system prompt, 6 of its chunks in the order of that request, a question.
 
-    Chunks are drawn by Zipf's law with exponent 1, under which 3 % of 1,500 chunks take 56 % of the draws; RAGCache
-    (Jin et al. 2024) found 60 % for the top 3 % of documents. ``drift`` chunks leave the head of every corpus's ranking
-    each ``drift_every`` seconds, and others come up behind them.
+    That a few documents take most retrievals is RAGCache's finding (Jin et al. 2024). Zipf's law with exponent 1, under
+    which 3 % of 1,500 chunks take 56 % of the draws, is chosen for it, as are the sizes. ``drift`` chunks leave the
+    head of every corpus's ranking each ``drift_every`` seconds, and others come up behind them.
     """
 
     corpora: int = 4
@@ -229,8 +234,8 @@ class Corpora:
 class Singles:
     """Single shots: a template's prefix and a prompt that never comes again, as in API traffic and batch jobs.
 
-    Prompt lengths span those of Azure's traces (Splitwise, Patel et al. 2024: medians of 1,020 tokens for conversation
-    and 1,500 for code).
+    Lengths are chosen: log-uniform, so that a short question and a long document are about as frequent (the median is
+    1,700 tokens).
     """
 
     templates: int = 8
