@@ -241,6 +241,15 @@ class DaemonStore:
             _log.debug("hint %s of a session was not heard: %s", what, error)
             return False
 
+    def earns(self, key: str, tokens: int, nbytes: int, tenant: str = "") -> bool:
+        """See `blendkv.store.pressure.Selective`; True while no daemon answers: its put is dropped, and counted."""
+        self._check_open()
+        try:
+            request = m.Earns(bytes.fromhex(key), tokens, nbytes, tenant, *words())
+            return bool(self._ask(request, m.Number, PATIENCE).value)
+        except DownError:
+            return True
+
     def discard(self, key: str, reason: str) -> None:
         """Drop a damaged chunk everywhere; counted by what stands before the first colon of ``reason``."""
         self._check_open()

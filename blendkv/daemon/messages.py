@@ -117,6 +117,17 @@ class Prefetch(Message):
     session: Word = ""
 
 
+class Earns(Message):
+    """Is a chunk worth its ``nbytes`` in a store that may be full? Reply: `Number`, 1 if it is."""
+
+    key: Key
+    tokens: Natural
+    nbytes: Natural
+    tenant: Tag
+    workload: Word = ""
+    session: Word = ""
+
+
 class Hint(Message):
     """What a session says of itself. Reply: `Number`, 1 if a policy listens."""
 
@@ -339,7 +350,7 @@ class Lost(Message):
     reason: str
 
 
-Tagged: TypeAlias = Get | Put | PutFrom | Prefetch
+Tagged: TypeAlias = Get | Put | PutFrom | Prefetch | Earns
 """Requests that say whose work they are."""
 Request: TypeAlias = (
     Hello | Ping | Lookup | TokenIdsOf | Tagged | Await | Release | PutBuffer | Cancel | Hint | Discard

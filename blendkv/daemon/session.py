@@ -286,6 +286,10 @@ class Session:
         (self._store.pin if request.pinned else self._store.unpin)(keys)
         return m.Done()
 
+    def _earns(self, request: m.Earns) -> Answer:
+        earns = self._store.earns(request.key.hex(), request.tokens, request.nbytes, request.tenant)
+        return m.Number(int(earns))
+
     def _discard(self, request: m.Discard) -> Answer:
         self._store.discard(request.key.hex(), request.reason)
         return m.Done()
@@ -334,6 +338,7 @@ _SLOW: dict[type, Callable[..., Answer]] = {
     m.Prefetch: lambda session, request: m.Number(
         session._store.prefetch([key.hex() for key in request.keys], request.priority)
     ),
+    m.Earns: Session._earns,
     m.Discard: Session._discard,
     m.Remove: lambda session, request: m.Number(int(session._store.remove(request.key.hex()))),
     m.Pin: Session._pin,

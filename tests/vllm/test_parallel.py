@@ -200,6 +200,41 @@ def test_a_missing_chunk_is_computed_by_both(parallel):
     assert parallel.each(computed, system) == [n + 1 for n in counted]
 
 
+def test_what_is_worth_storing_is_decided_once(parallel):
+    """The ranks' stores would say different things: one would wait for the other's heads for ever."""
+    key = parallel.keys()[1]
+    segments = [(segment.kind, segment.token_ids.tolist()) for segment in parallel.world.prompt.segments]
+
+    def read(worker, segments, key, earns):
+        from vllm.distributed import get_tensor_model_parallel_rank
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        from blendkv.types import Prompt, Segment, as_token_ids
+
+        prompt = Prompt(tuple(Segment(kind, as_token_ids(ids)) for kind, ids in segments))
+        blender, rank = get_kv_transfer_group().blender(), get_tensor_model_parallel_rank()
+        blender.store.flush()
+        blender.store.remove(key)
+        blender.store.earns = lambda *asked: earns[rank]
+        library = blender.library("system", prompt.segments[0].token_ids)
+        before = library.counts.not_worth_storing
+        found = library.readers(prompt)
+        blender.store.flush()
+        del blender.store.earns
+        stored = blender.store.token_ids(key) is not None
+        return sum(reader is not None for reader in found), library.counts.not_worth_storing - before, stored
+
+    pieces = sum(kind in ("system", "chunk") for kind, _ in segments)
+    first, second = parallel.each(read, segments, key, [False, True])
+    assert first[0] == second[0] == pieces
+    assert first[1] >= 1, "rank 0 is asked"
+    assert second[1] == 0, "and nobody else"
+    assert not first[2]
+    first, second = parallel.each(read, segments, key, [True, False])
+    assert first[:2] == second[:2] == (pieces, 0)
+    assert first[2]
+
+
 def break_store(worker, which, kind):
     """On one rank, no chunk can be looked up, or none can be read."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group

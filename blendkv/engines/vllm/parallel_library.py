@@ -96,6 +96,10 @@ class ParallelLibrary(ChunkLibrary):
         if self.counts.failed_lookups == 1:
             _log.warning("rank %d cannot read the store, all ranks compute (said once): %s", self._ranks.rank, error)
 
+    def _earns(self, kv: ChunkKV) -> bool:
+        """As rank 0 has it: each has a store of its own, and what is kept all gather together."""
+        return self._ranks.decide(lambda: super(ParallelLibrary, self)._earns(kv))
+
     def _keep(self, kv: ChunkKV) -> None:
         """Gather all heads, and store them where rank 0 is."""
         whole = self._ranks.gather(kv)

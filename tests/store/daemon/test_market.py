@@ -17,6 +17,7 @@ from blendkv.errors import InputError
 from blendkv.market.base import NOBODY, UNKNOWN, Use
 from blendkv.market.context import using
 from blendkv.store import KVStore
+from blendkv.store.tensors import encode_chunk
 
 HELD = PAGE
 """Bytes of the arena that a chunk of the tests' default size takes."""
@@ -241,3 +242,26 @@ def test_who_says_nothing_is_nobody():
     assert uses.of(m.Put(b"", "agent", "a\nb")) == Use("agent", "")
     assert uses.of(m.Put(b"", "a\nb", "")).workload == UNKNOWN
     assert uses.strange == 1
+
+
+def test_the_daemon_says_what_earns_its_bytes(start, connect, make_kv, tmp_path):
+    """A full disk of a loop's chunks takes none of a single shot's, but more of the loop's."""
+    kvs = [make_kv(number) for number in range(6)]
+    start(HELD, disk_bytes=4 * encoded_bytes(kvs[0]), policy="market")
+    client, size = connect(), encoded_bytes(kvs[0])
+    with using(AGENT):
+        for kv in kvs[:4]:
+            client.put(kv)
+    with using(Use("single", "shot")):
+        assert not client.earns(kvs[4].key, 5, size)
+        assert client.earns(kvs[0].key, 5, size), "it is there already"
+    with using(AGENT):
+        assert client.earns(kvs[5].key, 5, size)
+    assert client.stat().tiers[1].refused == {"price": 1}
+    with DaemonStore(tmp_path / "nobody", 20.0) as alone, using(Use("single", "shot")):
+        assert alone.earns(kvs[4].key, 5, size), "nobody says no"
+
+
+def encoded_bytes(kv):
+    """Bytes of a chunk's file."""
+    return len(encode_chunk(kv))

@@ -67,6 +67,15 @@ REQUESTS = st.one_of(
     st.builds(m.PutFrom, st.binary(min_size=32, max_size=32), st.integers(0, 1 << 40), WORDS, WORDS),
     st.builds(m.Prefetch, st.lists(st.binary(min_size=32, max_size=32), max_size=3), st.integers(-5, 5), WORDS, WORDS),
     st.builds(
+        m.Earns,
+        st.binary(min_size=32, max_size=32),
+        st.integers(0, 1 << 40),
+        st.integers(-1, 1 << 63),
+        st.sampled_from(["", "a" * 32, "x"]),
+        WORDS,
+        WORDS,
+    ),
+    st.builds(
         m.Hint, WORDS, st.sampled_from(["tool_started", "tool_finished", "session_ended", "x"]), st.floats(width=64)
     ),
     st.builds(m.Market, st.integers(-2, 1002)),
