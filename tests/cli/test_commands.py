@@ -166,7 +166,7 @@ def test_plan(cli, llama_folder, tmp_path):
     assert "next_gb_saves_s_per_hour" not in found
     shown = cli(*arguments, "--threads", 1)
     assert "1,000 tokens, 1,024 bytes each" in shown.out
-    assert "1 GB" not in shown.out
+    assert "1 GB more" not in shown.out
 
 
 def test_doctor(cli, llama_folder, gpt2_folder, tmp_path, monkeypatch):
